@@ -1,0 +1,183 @@
+"""The canonical quantized tensor: the one form between every checkpoint format and every kernel layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from hal_core.errors import ShapeError
+from hal_core.schemes import GranularityKind, WeightScheme, ZeroKind
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+__all__ = ["QuantizedTensor", "pack_nibbles", "stack", "unpack_nibbles"]
+
+_FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "mxfp8": torch.float8_e4m3fn}
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """Two 4-bit codes per byte along the last dim, even index in the low nibble; ``[.., K]`` to ``[.., ceil(K/2)]``."""
+    codes = codes.to(torch.uint8) & 15
+    if codes.shape[-1] % 2:
+        codes = torch.nn.functional.pad(codes, (0, 1))
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def unpack_nibbles(packed: Tensor, k: int) -> Tensor:
+    """Inverse of :func:`pack_nibbles`: uint8 codes ``[.., k]``."""
+    codes = torch.empty(*packed.shape[:-1], packed.shape[-1] * 2, dtype=torch.uint8, device=packed.device)
+    codes[..., 0::2] = packed & 15
+    codes[..., 1::2] = packed >> 4
+    return codes[..., :k]
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedTensor:
+    """Logical weight ``[..., N, K]`` (out, in; leading dims are experts).
+
+    values: 4-bit ``uint8 [.., N, ceil(K/2)]`` (even k low; two's complement when the zero kind is none, else codes 0..15);
+        other ints one code per byte (``int8`` when signed, ``uint8`` otherwise); fp8 tensors; or the float weight itself.
+    scales: file dtype, ``[..,1,1]``, ``[..,N,1]``, ``[..,N,G]`` or ``[..,ceil(N/n),ceil(K/k)]``; may be negative.
+    zeros: ``uint8 [.., N, G]``, the true zero point. mins: float ``[.., N, G]``. g_idx: ``int32 [.., K]``, group of each k.
+    """
+
+    scheme: WeightScheme
+    shape: tuple[int, ...]
+    values: Tensor
+    scales: Tensor | None = None
+    zeros: Tensor | None = None
+    mins: Tensor | None = None
+    g_idx: Tensor | None = None
+    global_scale: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        n, k = self.shape[-2:]
+        lead = self.shape[:-2]
+        packed_k = (k + 1) // 2 if self.scheme.bits == 4 else k
+        self._expect("values", self.values, (*lead, n, packed_k))
+        if not self.scheme.quantized:
+            if self.values.dtype != _FLOATS[self.scheme.dtype] or self.scales is not None:
+                raise ShapeError(f"{self.scheme} tensor", f"values are {self.values.dtype} with scales {self.scales is not None}")
+            return
+        if self.values.dtype != self._storage():
+            raise ShapeError(f"{self.scheme} values", f"dtype {self.values.dtype}, expected {self._storage()}")
+        grid = (*lead, *self.grid)
+        if self.scales is None:
+            raise ShapeError(f"{self.scheme} tensor", "has no scales")
+        self._expect("scales", self.scales, grid)
+        for name, tensor, kind in (("zeros", self.zeros, ZeroKind.INTEGER), ("mins", self.mins, ZeroKind.MINIMUM)):
+            if (tensor is not None) != (self.scheme.zero is kind):
+                raise ShapeError(f"{self.scheme} tensor", f"{name} {'given' if tensor is not None else 'missing'}")
+            if tensor is not None:
+                self._expect(name, tensor, grid)
+        if (self.g_idx is not None) != self.scheme.act_order:
+            raise ShapeError(f"{self.scheme} tensor", f"g_idx {'given' if self.g_idx is not None else 'missing'}")
+        if self.g_idx is not None:
+            self._expect("g_idx", self.g_idx, (*lead, k))
+
+    def _storage(self) -> torch.dtype:
+        if self.scheme.dtype in _FP8:
+            return _FP8[self.scheme.dtype]
+        signed = self.scheme.zero is ZeroKind.NONE and self.scheme.dtype.startswith("int") and self.scheme.bits != 4
+        return torch.int8 if signed else torch.uint8
+
+    def _expect(self, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+        if tuple(tensor.shape) != shape:
+            raise ShapeError(f"{self.scheme} {name} of a weight {list(self.shape)}", f"shape {list(tensor.shape)}, expected {list(shape)}")
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of ``scales`` for one matrix."""
+        n, k = self.shape[-2:]
+        g = self.scheme.granularity
+        if g.group is not None:
+            return n, -(-k // g.group)
+        if g.block is not None:
+            return -(-n // g.block[0]), -(-k // g.block[1])
+        return (n, 1) if g.kind is GranularityKind.CHANNEL else (1, 1)
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.tensors().values())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that are present, by field name."""
+        named = {name: getattr(self, name) for name in ("values", "scales", "zeros", "mins", "g_idx", "global_scale")}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def expert(self, index: int) -> QuantizedTensor:
+        """One matrix of a stack: ``[E, N, K]`` to ``[N, K]``; a view."""
+        return replace(self, shape=self.shape[1:], **{name: tensor[index] for name, tensor in self.tensors().items()})
+
+    def rows(self, start: int, stop: int) -> QuantizedTensor:
+        """Rows ``start:stop`` of N as a view; not for block granularity, whose grid rows do not follow N."""
+        if self.scheme.granularity.block is not None:
+            raise ShapeError("row slice", f"{self.scheme} has a two-dimensional scale grid", "dequantize the whole matrix")
+        parts = {n: t[..., start:stop, :] for n, t in self.tensors().items() if n in ("values", "scales", "zeros", "mins") and t.shape[-2] > 1}
+        count = len(range(*slice(start, stop).indices(self.shape[-2])))
+        if self.shape[-2] == 1:
+            return self
+        return replace(self, shape=(*self.shape[:-2], count, self.shape[-1]), **parts)
+
+    def codes(self) -> Tensor:
+        """Integer codes ``[.., N, K]`` (int16, sign-extended when signed), or float values, unscaled."""
+        k = self.shape[-1]
+        if self.scheme.bits == 4 and self.scheme.dtype.startswith("int"):
+            codes = unpack_nibbles(self.values, k)
+            return ((codes ^ 8).to(torch.int16) - 8) if self.scheme.zero is ZeroKind.NONE else codes.to(torch.int16)
+        return self.values.to(torch.int16) if self.scheme.dtype.startswith("int") else self.values
+
+    def dequantize(self) -> Tensor:
+        """float32 ``[.., N, K]``: ``(q - zero) * scale`` or ``q * scale + min``, each operation rounded to float32."""
+        if not self.scheme.quantized:
+            return self.values.float()
+        codes = self.codes()
+        if self.zeros is not None:
+            codes = codes - self._spread(self.zeros).to(torch.int16)
+        assert self.scales is not None  # __post_init__ holds it for every quantized scheme
+        weight = codes.float().mul_(self._spread(self.scales.float()))
+        if self.mins is not None:
+            weight += self._spread(self.mins.float())
+        return weight
+
+    def _spread(self, grid: Tensor) -> Tensor:
+        """A scale-grid tensor at every element: ``[.., N, G]`` to something that broadcasts with ``[.., N, K]``."""
+        n, k = self.shape[-2:]
+        if self.g_idx is not None:
+            index = self.g_idx.long().unsqueeze(-2).expand(*grid.shape[:-1], k)
+            return grid.gather(-1, index)
+        g = self.scheme.granularity
+        if g.group is not None:
+            return grid.repeat_interleave(g.group, dim=-1)[..., :k]
+        if g.block is not None:
+            return grid.repeat_interleave(g.block[0], dim=-2)[..., :n, :].repeat_interleave(g.block[1], dim=-1)[..., :k]
+        return grid
+
+
+def stack(tensors: Sequence[QuantizedTensor]) -> QuantizedTensor:
+    """Experts of one scheme and shape as ``[E, N, K]``.
+
+    Raises:
+        ShapeError: none given, or a scheme or shape differs; the message gives the index.
+    """
+    if not tensors:
+        raise ShapeError("stack of experts", "no expert given")
+    first = tensors[0]
+    for index, tensor in enumerate(tensors):
+        if (tensor.scheme, tensor.shape) != (first.scheme, first.shape):
+            raise ShapeError(
+                f"expert {index} of a stack", f"{tensor.scheme} {list(tensor.shape)} beside {first.scheme} {list(first.shape)}",
+                "experts of one matrix must share scheme and shape",
+            )  # fmt: skip
+    parts = {name: torch.stack([t.tensors()[name] for t in tensors]) for name in first.tensors()}
+    return replace(first, shape=(len(tensors), *first.shape), **parts)

@@ -1,0 +1,75 @@
+"""One hierarchy of errors: what was asked, what refused it, what to do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hal_core.refusal import Refusal
+
+__all__ = [
+    "ContractError",
+    "FormatError",
+    "HalError",
+    "MissingDependencyError",
+    "NoKernelError",
+    "PolicyError",
+    "SettingError",
+    "ShapeError",
+    "ValueDecodeError",
+]
+
+
+class HalError(Exception):
+    """Base of every error raised on purpose; the message is one clear sentence or a short list.
+
+    Args:
+        asked: what the caller wanted, e.g. ``"tensor model.layers.0.mlp.up_proj.qweight"``.
+        found: what stands in the way, with the numbers.
+        fix: what the caller can do about it.
+    """
+
+    def __init__(self, asked: str, found: str = "", fix: str = "") -> None:
+        self.asked, self.found, self.fix = asked, found, fix
+        message = asked if not found else f"{asked}: {found}"
+        super().__init__(f"{message}; {fix}" if fix else message)
+
+
+class FormatError(HalError):
+    """A checkpoint file, tensor or config field that cannot be read as what it claims to be."""
+
+
+class ValueDecodeError(HalError):
+    """JSON that does not describe the value it is decoded into (unknown field, wrong type, bad range)."""
+
+
+class PolicyError(HalError):
+    """A policy text that does not parse, or that names nothing known."""
+
+
+class SettingError(HalError):
+    """An environment variable or command-line setting with an invalid value."""
+
+
+class ShapeError(HalError):
+    """A tensor whose shape, dtype or range does not fit the op it is given to."""
+
+
+class ContractError(HalError):
+    """A plugin that breaks the backend contract; the message names the plugin."""
+
+
+class MissingDependencyError(HalError):
+    """An optional library is needed for what was asked and is not installed."""
+
+
+class NoKernelError(HalError):
+    """No kernel may serve the spec under the policy; ``refusals`` holds every candidate's reasons."""
+
+    def __init__(self, asked: str, refusals: Sequence[tuple[str, Sequence[Refusal]]], fix: str = "") -> None:
+        self.refusals = tuple((name, tuple(reasons)) for name, reasons in refusals)
+        lines = [f"  {name}: {reason}" for name, reasons in self.refusals for reason in reasons]
+        found = "no kernel accepts it" + ("\n" + "\n".join(lines) if lines else " (none is registered for this op)")
+        super().__init__(asked, found, fix)

@@ -1,0 +1,61 @@
+"""An opened checkpoint: names and schemes first, tensors on demand, one module at a time."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from hal_core.canonical import QuantizedTensor
+    from hal_core.schemes import ActivationScheme, WeightScheme
+
+__all__ = ["Checkpoint", "Entry"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter under its name in the published unquantized checkpoint, e.g. ``model.layers.0.mlp.up_proj.weight``.
+
+    shape: logical shape (``[N, K]`` for a linear). nbytes: bytes it takes in the file, scales and zeros included.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    scheme: WeightScheme
+    nbytes: int
+    activations: ActivationScheme | None = None
+
+    @property
+    def quantized(self) -> bool:
+        return self.scheme.quantized
+
+
+class Checkpoint(ABC):
+    """A checkpoint of one format. Opening reads headers only; every size is checked before anything is allocated."""
+
+    #: Short name of the format, e.g. ``"gguf"`` or ``"auto-round:auto_gptq"``.
+    format: str
+    #: The folder, or the single file.
+    path: Path
+    #: The model's configuration in the form of a Hugging Face config.json.
+    config: Mapping[str, Any]
+    #: Every parameter, by published name, in file order.
+    entries: Mapping[str, Entry]
+
+    @abstractmethod
+    def read(self, name: str) -> QuantizedTensor:
+        """The canonical tensor of a quantized parameter, freshly allocated (no file mapping is kept).
+
+        Raises:
+            FormatError: the tensor's bytes are not what the header and config say; names the tensor.
+        """
+
+    @abstractmethod
+    def load(self, name: str) -> Tensor:
+        """An unquantized parameter in the file's dtype, freshly allocated."""

@@ -1,0 +1,227 @@
+"""The problems that kernels solve, as frozen values: shapes *after* sharding, schemes, numerics, epilogue, dtypes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Union
+
+from hal_core.errors import ValueDecodeError
+from hal_core.jsonable import JsonValue, from_json, to_json
+from hal_core.numerics import Numerics
+from hal_core.schemes import ActivationScheme, WeightScheme
+
+__all__ = [
+    "ACTIVATIONS",
+    "OPS",
+    "ROUTING_FORMS",
+    "Activation",
+    "EmbeddingSpec",
+    "KVCacheSpec",
+    "LinearSpec",
+    "MoESpec",
+    "Spec",
+    "spec_from_json",
+    "spec_to_json",
+]
+
+OPS = ("linear", "moe", "embedding", "kv")
+#: silu, gelu, gelu_tanh: act(gate) * up. swiglu_oai: (up + 1) * gate * sigmoid(alpha * gate). relu2: relu(up)^2.
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_oai", "relu2")
+ROUTING_FORMS = ("routed", "grouped", "batched")
+_FLOATS = ("fp32", "bf16", "fp16")
+#: No dimension of a real model comes near; a larger number is a mistake or an attack.
+_MAX_DIM = 1 << 31
+
+
+def _check_dims(owner: str, **dims: int) -> None:
+    for name, size in dims.items():
+        if not 1 <= size < _MAX_DIM:
+            raise ValueDecodeError(f"{owner}.{name}", f"{size} is not between 1 and {_MAX_DIM - 1}")
+
+
+def _check_word(owner: str, word: str, known: tuple[str, ...]) -> None:
+    if word not in known:
+        raise ValueDecodeError(owner, f"{word!r} is unknown", f"use one of {', '.join(known)}")
+
+
+@dataclass(frozen=True)
+class Activation:
+    """An expert's activation function. ``limit`` clamps gate from above and up on both sides before it."""
+
+    kind: str = "silu"
+    alpha: float | None = None
+    limit: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_word("activation.kind", self.kind, ACTIVATIONS)
+        if self.limit is not None and self.limit <= 0:
+            raise ValueDecodeError("activation.limit", f"{self.limit} is not positive", "leave it out for no limit")
+
+    def __str__(self) -> str:
+        extra = [f"alpha={self.alpha:g}"] * (self.alpha is not None) if self.alpha is not None else []
+        extra += [f"limit={self.limit:g}"] if self.limit is not None else []
+        return self.kind + (f"({', '.join(extra)})" if extra else "")
+
+
+@dataclass(frozen=True)
+class LinearSpec:
+    """``y [.., n] = x [.., k] @ w [n, k].T + bias``."""
+
+    op: ClassVar[str] = "linear"
+    n: int
+    k: int
+    weights: WeightScheme
+    activations: ActivationScheme | None = None
+    numerics: Numerics = Numerics()
+    dtype: str = "bf16"
+    out_dtype: str | None = None
+    bias: bool = False
+    lora: bool = False
+
+    def __post_init__(self) -> None:
+        _check_dims("LinearSpec", n=self.n, k=self.k)
+        _check_word("LinearSpec.dtype", self.dtype, _FLOATS)
+        _check_word("LinearSpec.out_dtype", self.output, _FLOATS)
+
+    @property
+    def output(self) -> str:
+        return self.out_dtype or self.dtype
+
+    def __str__(self) -> str:
+        return f"linear {self.n}x{self.k} {self.weights} {self.dtype}{' +bias' * self.bias} [{self.numerics}]"
+
+
+@dataclass(frozen=True)
+class EmbeddingSpec:
+    """Row look-up in a quantized table ``[rows, dim]``; with ``tied_head`` the same weights are also the output head."""
+
+    op: ClassVar[str] = "embedding"
+    rows: int
+    dim: int
+    weights: WeightScheme
+    numerics: Numerics = Numerics()
+    dtype: str = "bf16"
+    tied_head: bool = False
+
+    def __post_init__(self) -> None:
+        _check_dims("EmbeddingSpec", rows=self.rows, dim=self.dim)
+        _check_word("EmbeddingSpec.dtype", self.dtype, _FLOATS)
+
+    @property
+    def output(self) -> str:
+        return self.dtype
+
+    def __str__(self) -> str:
+        return f"embedding {self.rows}x{self.dim} {self.weights} {self.dtype}{' +tied head' * self.tied_head} [{self.numerics}]"
+
+
+@dataclass(frozen=True)
+class MoESpec:
+    """A block of experts: ``sum over slots of weight * down(act(gate(x)) * up(x))``.
+
+    num_experts counts global ids; local_experts those whose weights are here (default: all); ``gate`` is None when ungated.
+    """
+
+    op: ClassVar[str] = "moe"
+    num_experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+    up: WeightScheme
+    down: WeightScheme
+    gate: WeightScheme | None = None
+    activation: Activation = Activation()
+    activations: ActivationScheme | None = None
+    numerics: Numerics = Numerics()
+    dtype: str = "bf16"
+    out_dtype: str | None = None
+    routing: str = "routed"
+    local_experts: int | None = None
+    bias: bool = False
+    expert_map: bool = False
+    router_weight_on_input: bool = False
+    routed_scaling: float = 1.0
+    shared_experts: int = 0
+    lora: bool = False
+
+    def __post_init__(self) -> None:
+        _check_dims("MoESpec", num_experts=self.num_experts, top_k=self.top_k, hidden=self.hidden, intermediate=self.intermediate)
+        _check_dims("MoESpec", local_experts=self.local)
+        _check_word("MoESpec.dtype", self.dtype, _FLOATS)
+        _check_word("MoESpec.out_dtype", self.output, _FLOATS)
+        _check_word("MoESpec.routing", self.routing, ROUTING_FORMS)
+        if self.top_k > self.num_experts or self.local > self.num_experts:
+            raise ValueDecodeError("MoESpec", f"top_k {self.top_k} or local_experts {self.local} exceeds num_experts {self.num_experts}")
+        if self.shared_experts < 0:
+            raise ValueDecodeError("MoESpec.shared_experts", f"{self.shared_experts} is negative")
+
+    @property
+    def output(self) -> str:
+        return self.out_dtype or self.dtype
+
+    @property
+    def local(self) -> int:
+        return self.num_experts if self.local_experts is None else self.local_experts
+
+    @property
+    def schemes(self) -> tuple[WeightScheme, ...]:
+        return ((self.gate,) if self.gate else ()) + (self.up, self.down)
+
+    def __str__(self) -> str:
+        schemes = list(dict.fromkeys(str(s) for s in self.schemes))
+        return (
+            f"moe E{self.num_experts} k{self.top_k} H{self.hidden} I{self.intermediate} {'/'.join(schemes)} "
+            f"{self.activation}{'' if self.gate else ' ungated'}{' +bias' * self.bias} {self.dtype} [{self.numerics}]"
+        )
+
+
+@dataclass(frozen=True)
+class KVCacheSpec:
+    """A paged key/value cache of one layer: element schemes, page size in tokens, attention shape."""
+
+    op: ClassVar[str] = "kv"
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    keys: WeightScheme
+    values: WeightScheme
+    numerics: Numerics = Numerics()
+    dtype: str = "bf16"
+
+    def __post_init__(self) -> None:
+        _check_dims("KVCacheSpec", num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, page_size=self.page_size)
+        _check_word("KVCacheSpec.dtype", self.dtype, _FLOATS)
+        if self.num_heads % self.num_kv_heads:
+            raise ValueDecodeError("KVCacheSpec.num_heads", f"{self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+
+    @property
+    def output(self) -> str:
+        return self.dtype
+
+    def __str__(self) -> str:
+        return f"kv {self.num_heads}/{self.num_kv_heads} heads x{self.head_dim} page {self.page_size} k={self.keys} v={self.values} {self.dtype}"
+
+
+Spec = Union[LinearSpec, MoESpec, EmbeddingSpec, KVCacheSpec]
+_SPECS: dict[str, type[LinearSpec] | type[MoESpec] | type[EmbeddingSpec] | type[KVCacheSpec]] = {
+    "linear": LinearSpec, "moe": MoESpec, "embedding": EmbeddingSpec, "kv": KVCacheSpec,
+}  # fmt: skip
+
+
+def spec_to_json(spec: Spec) -> JsonValue:
+    """The spec's fields with its ``op``."""
+    return {"op": spec.op, **to_json(spec)}
+
+
+def spec_from_json(data: JsonValue) -> Spec:
+    """Inverse of :func:`spec_to_json`.
+
+    Raises:
+        ValueDecodeError: unknown op, unknown field, wrong type.
+    """
+    if not isinstance(data, dict) or data.get("op") not in _SPECS:
+        found = data.get("op") if isinstance(data, dict) else data
+        raise ValueDecodeError("spec.op", f"{found!r} is unknown", f"use one of {', '.join(_SPECS)}")
+    fields = {name: value for name, value in data.items() if name != "op"}
+    return from_json(_SPECS[data["op"]], fields)
