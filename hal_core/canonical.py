@@ -11,7 +11,7 @@ from hal_core.errors import ShapeError
 from hal_core.schemes import GranularityKind, WeightScheme, ZeroKind
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable
 
     from torch import Tensor
 
@@ -129,6 +129,16 @@ class QuantizedTensor:
             return self
         return replace(self, shape=(*self.shape[:-2], count, self.shape[-1]), **parts)
 
+    def gather_rows(self, ids: Tensor) -> QuantizedTensor:
+        """Rows ``ids [M]`` of a matrix, copied; not for block granularity."""
+        if self.scheme.granularity.block is not None:
+            raise ShapeError("row gather", f"{self.scheme} has a two-dimensional scale grid", "dequantize the whole matrix")
+        n = self.shape[-2]
+        parts = {name: t for name, t in self.tensors().items() if name in ("values", "scales", "zeros", "mins")}
+        # a per-tensor scale has one row for all of N and stays as it is
+        parts = {name: t[ids] if t.shape[0] == n else t for name, t in parts.items()}
+        return replace(self, shape=(ids.numel(), self.shape[-1]), **parts)
+
     def codes(self) -> Tensor:
         """Integer codes ``[.., N, K]`` (int16, sign-extended when signed), or float values, unscaled."""
         k = self.shape[-1]
@@ -164,20 +174,26 @@ class QuantizedTensor:
         return grid
 
 
-def stack(tensors: Sequence[QuantizedTensor]) -> QuantizedTensor:
-    """Experts of one scheme and shape as ``[E, N, K]``.
+def stack(tensors: Iterable[QuantizedTensor], count: int) -> QuantizedTensor:
+    """``count`` experts of one scheme and shape as ``[count, N, K]``; takes one at a time, so it never holds two copies of all.
 
     Raises:
-        ShapeError: none given, or a scheme or shape differs; the message gives the index.
+        ShapeError: another number given, or a scheme or shape differs; the message gives the index.
     """
-    if not tensors:
-        raise ShapeError("stack of experts", "no expert given")
-    first = tensors[0]
+    first: QuantizedTensor | None = None
+    parts: dict[str, Tensor] = {}
+    index = -1
     for index, tensor in enumerate(tensors):
-        if (tensor.scheme, tensor.shape) != (first.scheme, first.shape):
+        if first is None:
+            first = tensor
+            parts = {name: torch.empty(count, *t.shape, dtype=t.dtype, device=t.device) for name, t in tensor.tensors().items()}
+        if index >= count or (tensor.scheme, tensor.shape) != (first.scheme, first.shape):
             raise ShapeError(
-                f"expert {index} of a stack", f"{tensor.scheme} {list(tensor.shape)} beside {first.scheme} {list(first.shape)}",
+                f"expert {index} of a stack of {count}", f"{tensor.scheme} {list(tensor.shape)} beside {first.scheme} {list(first.shape)}",
                 "experts of one matrix must share scheme and shape",
             )  # fmt: skip
-    parts = {name: torch.stack([t.tensors()[name] for t in tensors]) for name in first.tensors()}
-    return replace(first, shape=(len(tensors), *first.shape), **parts)
+        for name, t in tensor.tensors().items():
+            parts[name][index].copy_(t)
+    if first is None or index + 1 != count:
+        raise ShapeError("stack of experts", f"{index + 1} given, {count} expected")
+    return replace(first, shape=(count, *first.shape), **parts)

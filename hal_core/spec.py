@@ -152,6 +152,8 @@ class MoESpec:
         _check_word("MoESpec.routing", self.routing, ROUTING_FORMS)
         if self.top_k > self.num_experts or self.local > self.num_experts:
             raise ValueDecodeError("MoESpec", f"top_k {self.top_k} or local_experts {self.local} exceeds num_experts {self.num_experts}")
+        if self.gate is None and self.activation.kind == "swiglu_oai":
+            raise ValueDecodeError("MoESpec.gate", "missing", "swiglu_oai multiplies by a gate")
         if self.shared_experts < 0:
             raise ValueDecodeError("MoESpec.shared_experts", f"{self.shared_experts} is negative")
 

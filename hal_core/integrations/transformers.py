@@ -1,0 +1,263 @@
+"""A quantized checkpoint as a ``transformers`` model whose quantized layers are HAL ops.
+
+The model is built without storage, then filled one module at a time, so that memory never holds more than
+the packed model and one module's canonical weights.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hal_core.api import prepare
+from hal_core.canonical import stack
+from hal_core.dtypes import dtype_word, torch_dtype
+from hal_core.errors import FormatError, HalError, MissingDependencyError
+from hal_core.formats import open_checkpoint
+from hal_core.kernel import LinearWeights, MoEWeights
+from hal_core.ops import MoEExperts, Op, QuantEmbedding, Routed
+from hal_core.plan import PlannedOp, plan_checkpoint
+from hal_core.policy import current_policy
+from hal_core.report import LoadReport, OpReport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from hal_core.formats.base import Checkpoint
+    from hal_core.policy import Policy
+
+    Progress = Callable[[int, int, str], None]
+
+__all__ = ["load"]
+
+
+class ExpertsAdapter(nn.Module):
+    """Takes the place of a transformers experts module: same call, HAL op inside."""
+
+    def __init__(self, op: MoEExperts) -> None:
+        super().__init__()
+        self.op = op
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return self.op.apply(hidden_states, Routed(top_k_index.to(torch.int32), top_k_weights.float()))
+
+
+class TiedHead(nn.Module):
+    """An output head that computes with the embedding's packed weights."""
+
+    def __init__(self, embedding: QuantEmbedding) -> None:
+        super().__init__()
+        self.embedding = embedding
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.embedding.apply(x)
+
+
+def load(
+    path: str | Path | Checkpoint,
+    *,
+    policy: Policy | str | None = None,
+    numerics: str = "checkpoint",
+    dtype: torch.dtype | str | None = None,
+    progress: Progress | None = None,
+) -> Any:
+    """A ``transformers`` model of the checkpoint on the CPU; ``model.hal`` is its :class:`LoadReport`.
+
+    Args:
+        path: folder, ``.gguf`` file, or an opened checkpoint.
+        policy: a policy or its text; default: the surrounding ``hal.policy``, ``HAL_POLICY``, or ``auto``.
+        numerics: ``checkpoint``, ``exact``, ``int8`` ...
+        dtype: activation dtype; default: the checkpoint's.
+        progress: called with (bytes read, bytes in all, parameter name).
+
+    Raises:
+        FormatError: the checkpoint does not hold what the model needs, or holds what the model does not use.
+        NoKernelError: no kernel may serve a layer; names the layer and every candidate's reasons.
+    """
+    checkpoint = path if not isinstance(path, str) and hasattr(path, "entries") else open_checkpoint(path)
+    activation_dtype = _choose_dtype(checkpoint, dtype)
+    chosen = current_policy(policy)
+    model = _skeleton(checkpoint, activation_dtype)
+    filler = _Filler(checkpoint, model, activation_dtype, chosen, progress)
+    for planned in plan_checkpoint(checkpoint, dtype_word(activation_dtype), numerics):
+        filler.fill_op(planned)
+    filler.fill_plain()
+    _finish(model, checkpoint)
+    model.hal = LoadReport(
+        path=str(checkpoint.path), format=checkpoint.format, dtype=dtype_word(activation_dtype), numerics=numerics, policy=str(chosen),
+        ops=tuple(filler.reports), packed_bytes=sum(op.nbytes for op in filler.reports), unquantized_bytes=filler.plain_bytes,
+    )  # fmt: skip
+    return model
+
+
+def _choose_dtype(checkpoint: Checkpoint, dtype: torch.dtype | str | None) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        return torch_dtype(dtype_word(dtype))
+    if isinstance(dtype, str) and dtype != "auto":
+        return torch_dtype(dtype)
+    named = str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "")
+    words = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+    return torch_dtype(words.get(named.removeprefix("torch."), "fp32"))
+
+
+def _skeleton(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
+    """The model on the meta device: every shape, no storage."""
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise MissingDependencyError("loading a model", "transformers is not installed", "pip install 'hal-core[transformers]'") from error
+    fields = {name: value for name, value in checkpoint.config.items() if name not in ("quantization_config", "dtype", "torch_dtype")}
+    model_type = fields.pop("model_type", None)
+    try:
+        config = AutoConfig.for_model(model_type, **fields)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, RuntimeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise FormatError(f"model of {checkpoint.path}", f"model_type {model_type!r}: {reason}", "check config.json") from error
+    return model.eval().requires_grad_(False)
+
+
+class _Filler:
+    """Puts ops and plain parameters into the skeleton and keeps count."""
+
+    def __init__(self, checkpoint: Checkpoint, model: Any, dtype: torch.dtype, policy: Policy, progress: Progress | None) -> None:
+        self.checkpoint, self.model, self.dtype, self.policy, self.progress = checkpoint, model, dtype, policy, progress
+        self.reports: list[OpReport] = []
+        self.plain_bytes = 0
+        self.used: set[str] = set()
+        self.total = sum(entry.nbytes for entry in checkpoint.entries.values())
+        self.done = 0
+
+    def fill_op(self, planned: PlannedOp) -> None:
+        """Read a planned op's weights, prepare it and put it in place of the module."""
+        old = self._module(planned)
+        try:
+            op = prepare(planned.spec, self._weights(planned), self.policy)
+        except HalError as error:
+            error.args = (f"layer {planned.module}: {error}",)
+            raise
+        new: nn.Module = ExpertsAdapter(op) if isinstance(op, MoEExperts) else op
+        self._check_shape(planned, old)
+        self.model.set_submodule(planned.module, new)
+        if isinstance(op, QuantEmbedding) and planned.spec.op == "embedding" and getattr(planned.spec, "tied_head", False):
+            self.model.set_output_embeddings(TiedHead(op))
+        self.reports.append(OpReport(planned.module, op.selection, _nbytes(op)))
+
+    def _module(self, planned: PlannedOp) -> nn.Module:
+        try:
+            return self.model.get_submodule(planned.module)
+        except AttributeError as error:
+            found = f"the {type(self.model).__name__} of config.json has no such module"
+            raise FormatError(f"weights of {planned.module}", found, "check model_type and num_hidden_layers in config.json") from error
+
+    def _check_shape(self, planned: PlannedOp, old: nn.Module) -> None:
+        spec: Any = planned.spec
+        if spec.op == "moe":
+            wanted = getattr(old, "down_proj", None)
+            shape: tuple[int, ...] = (spec.num_experts, spec.hidden, spec.intermediate)
+        else:
+            wanted = getattr(old, "weight", None)
+            shape = (spec.n, spec.k) if spec.op == "linear" else (spec.rows, spec.dim)
+        if wanted is None or tuple(wanted.shape) != shape:
+            expected = None if wanted is None else list(wanted.shape)
+            raise FormatError(f"weights of {planned.module}", f"shape {list(shape)}, the model expects {expected}", "check the dimensions in config.json")
+
+    def _weights(self, planned: PlannedOp) -> LinearWeights | MoEWeights:
+        if planned.spec.op != "moe":
+            (name,) = planned.names("weight")
+            bias = [self._load(b, self.dtype) for b in planned.names("bias")]
+            return LinearWeights(self._read(name), bias[0] if bias else None)
+        matrices = {}
+        for role in ("gate", "up", "down"):
+            names = planned.names(role)
+            matrices[role] = stack((self._read(name) for name in names), len(names))
+        return MoEWeights(**matrices)
+
+    def _read(self, name: str) -> Any:
+        self._count(name)
+        return self.checkpoint.read(name)
+
+    def _load(self, name: str, dtype: torch.dtype) -> Tensor:
+        self._count(name)
+        tensor = self.checkpoint.load(name)
+        if not tensor.is_floating_point():
+            raise FormatError(f"parameter {name}", f"dtype {tensor.dtype}", "a float tensor is expected")
+        return tensor.to(dtype)
+
+    def _count(self, name: str) -> None:
+        self.used.add(name)
+        self.done += self.checkpoint.entries[name].nbytes
+        if self.progress:
+            self.progress(self.done, self.total, name)
+
+    def fill_plain(self) -> None:
+        """Load every parameter that is still without storage; complain of what is missing or left over."""
+        seen: dict[int, nn.Parameter] = {}
+        for name, parameter in list(self.model.named_parameters(remove_duplicate=False)):
+            owner = self.model.get_submodule(name.rpartition(".")[0])
+            if id(parameter) not in seen:
+                seen[id(parameter)] = self._plain(name, parameter)
+            owner.register_parameter(name.rpartition(".")[2], seen[id(parameter)])
+        left = [name for name in self.checkpoint.entries if name not in self.used and not self._tied_copy(name)]
+        if left:
+            shown = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
+            raise FormatError("checkpoint", f"holds parameters that the model does not use: {shown}", "check model_type and layer counts in config.json")
+
+    def _plain(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
+        source = self._experts_source(name, parameter)
+        tensor = self._load_checked(name, tuple(parameter.shape)) if source is None else source
+        self.plain_bytes += tensor.numel() * tensor.element_size()
+        return nn.Parameter(tensor, requires_grad=False)
+
+    def _load_checked(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if name not in self.checkpoint.entries:
+            raise FormatError(f"parameter {name}", "missing from the checkpoint", "complete the checkpoint, or check config.json")
+        found = self.checkpoint.entries[name].shape
+        if tuple(found) != shape:
+            raise FormatError(f"parameter {name}", f"shape {list(found)}, the model expects {list(shape)}", "check the dimensions in config.json")
+        return self._load(name, self.dtype)
+
+    def _experts_source(self, name: str, parameter: nn.Parameter) -> Tensor | None:
+        """Unquantized experts: published per expert, held by transformers as one tensor ``[E, 2I, H]`` or ``[E, H, I]``."""
+        block, _, role = name.rpartition(".")
+        if role not in ("gate_up_proj", "down_proj") or f"{block}.0.down_proj.weight" not in self.checkpoint.entries:
+            return None
+        parts = ("gate_proj", "up_proj") if role == "gate_up_proj" else ("down_proj",)
+        fused = torch.empty(parameter.shape, dtype=self.dtype)
+        rows = parameter.shape[1] // len(parts)
+        for expert in range(parameter.shape[0]):
+            for index, part in enumerate(parts):
+                shape = (rows, parameter.shape[2])
+                fused[expert, index * rows : (index + 1) * rows] = self._load_checked(f"{block}.{expert}.{part}.weight", shape)
+        return fused
+
+    def _tied_copy(self, name: str) -> bool:
+        """A head stored beside the embedding it is tied to: the model has one parameter for both."""
+        return name == "lm_head.weight" and bool(self.model.config.tie_word_embeddings)
+
+
+def _nbytes(op: Op) -> int:
+    return sum(buffer.numel() * buffer.element_size() for buffer in op.buffers())
+
+
+def _finish(model: Any, checkpoint: Checkpoint) -> None:
+    """Compute the buffers that no checkpoint stores (rotary frequencies) and read the generation settings."""
+    for module in model.modules():
+        empty = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+        for name in empty:
+            module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu").fill_(float("nan"))
+        if empty:
+            model._init_weights(module)
+        for name in empty:
+            if bool(module._buffers[name].isnan().any()):
+                raise FormatError(f"buffer {name} of {type(module).__name__}", "transformers did not compute it", "report this model type")
+    if (checkpoint.path / "generation_config.json").is_file():
+        from transformers import GenerationConfig
+
+        model.generation_config = GenerationConfig.from_pretrained(checkpoint.path)

@@ -1,0 +1,121 @@
+"""What a checkpoint asks of kernels: its quantized parameters grouped into ops, each with its spec. Reads no weights."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hal_core.errors import FormatError
+from hal_core.numerics import Numerics, numerics_from_word
+from hal_core.spec import Activation, EmbeddingSpec, LinearSpec, MoESpec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
+
+    from hal_core.formats.base import Checkpoint, Entry
+    from hal_core.spec import Spec
+
+__all__ = ["PlannedOp", "plan_checkpoint"]
+
+_EXPERT = re.compile(r"(?P<block>.+\.experts)\.(?P<index>\d+)\.(?P<role>gate_proj|up_proj|down_proj)\.weight")
+_EMBEDDING = re.compile(r"(.+\.)?embed_tokens\.weight")
+_HIDDEN_ACTS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+
+
+@dataclass(frozen=True)
+class PlannedOp:
+    """One op of the model. ``module`` is the module's dotted name; ``members`` are parameter names, by role."""
+
+    module: str
+    spec: Spec
+    members: tuple[tuple[str, str], ...]
+
+    def names(self, role: str) -> tuple[str, ...]:
+        """Parameter names of a role (``weight``, ``bias``, ``gate``, ``up``, ``down``), experts in order."""
+        return tuple(name for r, name in self.members if r == role)
+
+
+def plan_checkpoint(checkpoint: Checkpoint, dtype: str, numerics: str = "checkpoint") -> tuple[PlannedOp, ...]:
+    """Every op with quantized weights, in checkpoint order.
+
+    Args:
+        dtype: activation dtype word, ``"fp32"``, ``"bf16"`` or ``"fp16"``.
+        numerics: a word of :func:`hal_core.numerics.numerics_from_word`.
+
+    Raises:
+        FormatError: experts that are incomplete or differ in shape or scheme; names them.
+    """
+    entries = checkpoint.entries
+    experts: dict[str, dict[str, dict[int, Entry]]] = {}
+    planned: dict[str, PlannedOp | None] = {}
+    for name, entry in entries.items():
+        match = _EXPERT.fullmatch(name)
+        if match and entry.quantized:
+            planned.setdefault(match["block"], None)
+            experts.setdefault(match["block"], {}).setdefault(match["role"], {})[int(match["index"])] = entry
+        elif entry.quantized and name.endswith(".weight") and len(entry.shape) == 2:
+            module = name.removesuffix(".weight")
+            planned[module] = _plan_matrix(checkpoint, module, entry, dtype, numerics)
+        elif entry.quantized:
+            raise FormatError(f"parameter {name}", f"quantized, with shape {list(entry.shape)}", "only matrices named *.weight are served")
+    for block, roles in experts.items():
+        planned[block] = _plan_experts(checkpoint, block, roles, dtype, numerics)
+    return tuple(op for op in planned.values() if op is not None)
+
+
+def _numerics(word: str, entry: Entry) -> Numerics:
+    return numerics_from_word(word, entry.activations, entry.scheme.granularity.group)
+
+
+def _plan_matrix(checkpoint: Checkpoint, module: str, entry: Entry, dtype: str, numerics: str) -> PlannedOp:
+    n, k = entry.shape
+    request = _numerics(numerics, entry)
+    if _EMBEDDING.fullmatch(entry.name):
+        tied = bool(checkpoint.config.get("tie_word_embeddings")) and "lm_head.weight" not in checkpoint.entries
+        spec = EmbeddingSpec(n, k, entry.scheme, request, dtype, tied_head=tied)
+        return PlannedOp(module, spec, (("weight", entry.name),))
+    bias = f"{module}.bias" in checkpoint.entries
+    members = (("weight", entry.name), *((("bias", f"{module}.bias"),) if bias else ()))
+    return PlannedOp(module, LinearSpec(n, k, entry.scheme, entry.activations, request, dtype, bias=bias), members)
+
+
+def _plan_experts(checkpoint: Checkpoint, block: str, roles: Mapping[str, Mapping[int, Entry]], dtype: str, numerics: str) -> PlannedOp:
+    count = 1 + max(index for members in roles.values() for index in members)
+    entries: dict[str, Entry] = {}
+    for role, members in roles.items():
+        if len(members) != count:
+            missing = next(i for i in range(count) if i not in members)
+            raise FormatError(f"{block}.{missing}.{role}.weight", f"missing, while {count} experts are named", "complete the checkpoint")
+        entries[role] = members[0]
+        for index, entry in members.items():
+            if (entry.shape, entry.scheme) != (members[0].shape, members[0].scheme):
+                found = f"{entry.scheme} {list(entry.shape)}, expert 0 has {members[0].scheme} {list(members[0].shape)}"
+                raise FormatError(f"{block}.{index}.{role}.weight", found, "experts of one block must share scheme and shape")
+    for role in ("up_proj", "down_proj", "gate_proj"):
+        if role not in entries:
+            raise FormatError(f"{block}.*.{role}.weight", "missing or not quantized, unlike its siblings", "quantize a block of experts as a whole")
+    spec = _experts_spec(checkpoint.config, block, count, entries, dtype, numerics)
+    members = tuple((role.removesuffix("_proj"), roles[role][i].name) for role in ("gate_proj", "up_proj", "down_proj") for i in range(count))
+    return PlannedOp(block, spec, members)
+
+
+def _experts_spec(config: Mapping[str, Any], block: str, count: int, entries: Mapping[str, Entry], dtype: str, numerics: str) -> MoESpec:
+    up, down, gate = entries["up_proj"], entries["down_proj"], entries["gate_proj"]
+    (intermediate, hidden), top_k = up.shape, config.get("num_experts_per_tok")
+    named = config.get("num_experts", config.get("num_local_experts"))
+    if named is not None and named != count:
+        raise FormatError(f"experts {block}", f"{count} in the files, {named} in config.json", "complete the checkpoint, or mend its config")
+    if gate.shape != up.shape or down.shape != (hidden, intermediate):
+        raise FormatError(f"experts {block}", f"gate {list(gate.shape)}, up {list(up.shape)}, down {list(down.shape)}", "shapes must fit each other")
+    act = _HIDDEN_ACTS.get(str(config.get("hidden_act", "silu")))
+    if act is None:
+        raise FormatError("config.hidden_act", repr(config.get("hidden_act")), f"served: {', '.join(_HIDDEN_ACTS)}")
+    if type(top_k) is not int or not 1 <= top_k <= count:
+        raise FormatError("config.num_experts_per_tok", repr(top_k), f"must be from 1 to {count}")
+    request = _numerics(numerics, up)
+    return MoESpec(
+        num_experts=count, top_k=top_k, hidden=hidden, intermediate=intermediate, up=up.scheme, down=down.scheme, gate=gate.scheme,
+        activation=Activation(act), activations=up.activations, numerics=request, dtype=dtype,
+    )  # fmt: skip

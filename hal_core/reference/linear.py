@@ -1,0 +1,139 @@
+"""The reference linear and embedding."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hal_core.dtypes import torch_dtype
+from hal_core.errors import ShapeError
+from hal_core.kernel import EmbeddingKernel, LinearEpilogue, LinearKernel, LinearWeights
+from hal_core.numerics import Numerics
+from hal_core.ops import QuantEmbedding, QuantLinear
+from hal_core.reference.schemes import EVERY_ROW_SCHEME, EVERY_SCHEME
+from hal_core.reference.weights import CanonicalWeight
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hal_core.canonical import QuantizedTensor
+    from hal_core.spec import EmbeddingSpec, LinearSpec
+
+__all__ = ["ReferenceEmbedding", "ReferenceEmbeddingOp", "ReferenceLinear", "ReferenceLinearOp", "check_weight"]
+
+_FLOATS = ("fp32", "bf16", "fp16")
+
+
+def check_weight(asked: str, weight: QuantizedTensor, shape: tuple[int, ...], scheme: object) -> None:
+    """Raise when a weight is not what the spec was selected for."""
+    if weight.shape != shape or weight.scheme != scheme:
+        raise ShapeError(asked, f"weight {weight.scheme} {list(weight.shape)}", f"the spec says {scheme} {list(shape)}")
+
+
+def _checked(x: Tensor, k: int, asked: str) -> Tensor:
+    if not x.is_floating_point() or x.dim() < 1 or x.shape[-1] != k:
+        raise ShapeError(f"{asked} input", f"{x.dtype} {list(x.shape)}", f"give a float tensor [.., {k}]")
+    return x.reshape(-1, k).float()
+
+
+def _deliver(y: Tensor, out: Tensor | None, asked: str) -> Tensor:
+    if out is None:
+        return y
+    if out.shape != y.shape or out.dtype != y.dtype:
+        raise ShapeError(f"{asked} out", f"{out.dtype} {list(out.shape)}", f"give {y.dtype} {list(y.shape)}")
+    return out.copy_(y)
+
+
+class ReferenceLinearOp(QuantLinear):
+    """``y = x @ w.T + bias`` in float32, rounded once."""
+
+    def __init__(self, spec: LinearSpec, weights: LinearWeights) -> None:
+        super().__init__()
+        check_weight("linear", weights.weight, (spec.n, spec.k), spec.weights)
+        if (weights.bias is not None) != spec.bias or (spec.bias and tuple(weights.bias.shape) != (spec.n,)):
+            raise ShapeError("linear bias", f"{None if weights.bias is None else list(weights.bias.shape)}", f"the spec says bias={spec.bias}, n={spec.n}")
+        self.spec = spec
+        self.weight = CanonicalWeight(weights.weight)
+        self.register_buffer("bias", weights.bias)
+
+    def compute(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        y = self.weight.multiply(_checked(x, self.spec.k, "linear"))
+        if self.bias is not None:
+            y += self.bias.float()
+        dtype = torch_dtype(self.spec.out_dtype) if self.spec.out_dtype else x.dtype
+        return _deliver(y.to(dtype).reshape(*x.shape[:-1], self.spec.n), out, "linear")
+
+    def update(self, weights: LinearWeights) -> None:
+        self.weight.update(weights.weight)
+        if self.bias is not None:
+            self.bias.copy_(weights.bias)
+
+
+class ReferenceLinear(LinearKernel):
+    """Every scheme and every machine; the definition that other kernels are measured against."""
+
+    name = "linear"
+    devices = ("any",)
+    isa = ()
+    architectures = ()
+    schemes = EVERY_SCHEME
+    numerics = Numerics(deterministic=True)
+    dtypes = _FLOATS
+    out_dtypes = _FLOATS
+    epilogue = LinearEpilogue(bias=True, lora=False)
+    limits = ()
+    m_range = (1, None)
+    layout = "canonical"
+    error_bound = 1e-5
+    priority = 0
+
+    def prepare(self, spec: LinearSpec, weights: LinearWeights) -> ReferenceLinearOp:
+        return ReferenceLinearOp(spec, weights)
+
+
+class ReferenceEmbeddingOp(QuantEmbedding):
+    """Rows dequantized in float32, rounded once to the spec's dtype."""
+
+    def __init__(self, spec: EmbeddingSpec, weights: LinearWeights) -> None:
+        super().__init__()
+        check_weight("embedding", weights.weight, (spec.rows, spec.dim), spec.weights)
+        self.spec = spec
+        self.weight = CanonicalWeight(weights.weight)
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        flat = ids.reshape(-1)
+        if flat.numel() and (int(flat.min()) < 0 or int(flat.max()) >= self.spec.rows):
+            position = int(((flat < 0) | (flat >= self.spec.rows)).nonzero()[0])
+            raise ShapeError("embedding id", f"{int(flat[position])} at position {position}", f"ids run from 0 to {self.spec.rows - 1}")
+        rows = self.weight.tensor().gather_rows(flat).dequantize()
+        return rows.to(torch_dtype(self.spec.dtype)).reshape(*ids.shape, self.spec.dim)
+
+    def compute(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        y = self.weight.multiply(_checked(x, self.spec.dim, "tied head"))
+        return _deliver(y.to(x.dtype).reshape(*x.shape[:-1], self.spec.rows), out, "tied head")
+
+    def update(self, weights: LinearWeights) -> None:
+        self.weight.update(weights.weight)
+
+
+class ReferenceEmbedding(EmbeddingKernel):
+    """Row look-up of every scheme; the head of a tied model shares its weights."""
+
+    name = "embedding"
+    devices = ("any",)
+    isa = ()
+    architectures = ()
+    schemes = EVERY_ROW_SCHEME
+    numerics = Numerics(deterministic=True)
+    dtypes = _FLOATS
+    out_dtypes = _FLOATS
+    tied_head = True
+    limits = ()
+    m_range = (1, None)
+    layout = "canonical"
+    error_bound = 1e-5
+    priority = 0
+
+    def prepare(self, spec: EmbeddingSpec, weights: LinearWeights) -> ReferenceEmbeddingOp:
+        return ReferenceEmbeddingOp(spec, weights)
+
+

@@ -1,0 +1,164 @@
+"""The reference experts block: one expert after another, float32."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from hal_core.dtypes import torch_dtype
+from hal_core.errors import ShapeError
+from hal_core.kernel import MoEEpilogue, MoEKernel, MoEWeights
+from hal_core.numerics import Numerics
+from hal_core.ops import MoEExperts, Routed
+from hal_core.reference.activations import activate
+from hal_core.reference.linear import check_weight
+from hal_core.reference.schemes import EVERY_SCHEME
+from hal_core.reference.weights import CanonicalWeight
+from hal_core.spec import ACTIVATIONS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hal_core.ops import Batched, Grouped, QuantizedActivation
+    from hal_core.spec import MoESpec
+
+__all__ = ["ReferenceMoE", "ReferenceMoEOp", "check_moe_weights", "check_routed"]
+
+
+def check_moe_weights(spec: MoESpec, weights: MoEWeights) -> None:
+    """Raise when the weights are not what the spec was selected for."""
+    wide, tall = (spec.local, spec.intermediate, spec.hidden), (spec.local, spec.hidden, spec.intermediate)
+    if (weights.gate is None) != (spec.gate is None):
+        raise ShapeError("experts", f"gate {'missing' if weights.gate is None else 'given'}", "the spec says otherwise")
+    if weights.gate is not None:
+        check_weight("gate", weights.gate, wide, spec.gate)
+    check_weight("up", weights.up, wide, spec.up)
+    check_weight("down", weights.down, tall, spec.down)
+    for name, bias, size in (
+        ("gate_bias", weights.gate_bias, spec.intermediate), ("up_bias", weights.up_bias, spec.intermediate), ("down_bias", weights.down_bias, spec.hidden),
+    ):  # fmt: skip
+        wanted = spec.bias and not (name == "gate_bias" and spec.gate is None)
+        if (bias is not None) != wanted or (bias is not None and tuple(bias.shape) != (spec.local, size)):
+            found = "none" if bias is None else str(list(bias.shape))
+            raise ShapeError(f"experts {name}", found, f"the spec says bias={spec.bias}, so {[spec.local, size] if wanted else 'none'}")
+
+
+def check_routed(spec: MoESpec, x: Tensor, routing: object, expert_map: Tensor | None) -> Routed:
+    """Raise unless shapes agree and every id is -1 or a global expert; returns the routing.
+
+    Costs a host sync, so only backends on the host call it.
+    """
+    if not isinstance(routing, Routed):
+        raise ShapeError("experts routing", type(routing).__name__, "this kernel takes Routed(topk_ids, topk_weights)")
+    ids, weights = routing.topk_ids, routing.topk_weights
+    if x.dim() != 2 or x.shape[1] != spec.hidden or ids.dim() != 2 or ids.shape[0] != x.shape[0] or ids.shape != weights.shape:
+        found = f"x {list(x.shape)}, topk_ids {list(ids.shape)}, topk_weights {list(weights.shape)}"
+        raise ShapeError("experts input", found, f"give x [T, {spec.hidden}], ids and weights [T, k]")
+    if (expert_map is not None) != spec.expert_map:
+        raise ShapeError("experts expert_map", "given" if expert_map is not None else "missing", f"the spec says expert_map={spec.expert_map}")
+    wrong = (ids < -1) | (ids >= spec.num_experts)
+    if bool(wrong.any()):
+        token, slot = (int(i) for i in wrong.nonzero()[0])
+        raise ShapeError("topk id", f"{int(ids[token, slot])} at token {token}, slot {slot}", f"ids run from 0 to {spec.num_experts - 1}, -1 skips")
+    if expert_map is not None:
+        if tuple(expert_map.shape) != (spec.num_experts,) or (expert_map.numel() and not -1 <= int(expert_map.min()) <= int(expert_map.max()) < spec.local):
+            raise ShapeError("expert_map", f"shape {list(expert_map.shape)}", f"give [{spec.num_experts}] local ids from -1 to {spec.local - 1}")
+    return routing
+
+
+class ReferenceMoEOp(MoEExperts):
+    """``sum over slots of weight * down(act(gate(x)), up(x))``, every step in float32, rounded once."""
+
+    def __init__(self, spec: MoESpec, weights: MoEWeights) -> None:
+        super().__init__()
+        check_moe_weights(spec, weights)
+        self.spec = spec
+        names = [name for name in ("gate", "up", "down") if getattr(weights, name) is not None]
+        self.matrices = torch.nn.ModuleDict({name: CanonicalWeight(getattr(weights, name)) for name in names})
+        for name in ("gate_bias", "up_bias", "down_bias"):
+            self.register_buffer(name, getattr(weights, name))
+
+    def compute(
+        self,
+        x: Tensor | QuantizedActivation,
+        routing: Routed | Grouped | Batched,
+        expert_map: Tensor | None,
+        out: Tensor | None,
+        workspace: Tensor | None,
+        reduce: bool,
+    ) -> Tensor:
+        if not isinstance(x, torch.Tensor):
+            raise ShapeError("experts input", type(x).__name__, "this kernel takes unquantized activations")
+        routed = check_routed(self.spec, x, routing, expert_map)
+        slots = self._slots(x.float(), routed, expert_map)
+        y = slots.sum(dim=1) * self.spec.routed_scaling if reduce else slots * self.spec.routed_scaling
+        y = y.to(torch_dtype(self.spec.out_dtype) if self.spec.out_dtype else x.dtype)
+        if out is None:
+            return y
+        if out.shape != y.shape or out.dtype != y.dtype:
+            raise ShapeError("experts out", f"{out.dtype} {list(out.shape)}", f"give {y.dtype} {list(y.shape)}")
+        return out.copy_(y)
+
+    def _slots(self, x: Tensor, routing: Routed, expert_map: Tensor | None) -> Tensor:
+        """Weighted expert outputs ``[T, k, H] float32``; zeros where a slot is skipped or its expert lives elsewhere."""
+        ids, weights = routing.topk_ids.long(), routing.topk_weights.float()
+        if expert_map is not None:
+            ids = torch.where(ids < 0, ids, expert_map.long()[ids.clamp(min=0)])
+        elif self.spec.local != self.spec.num_experts:
+            raise ShapeError("experts", f"{self.spec.local} of {self.spec.num_experts} experts without an expert_map", "give the map of local ids")
+        slots = x.new_zeros(*ids.shape, self.spec.hidden)
+        for expert in torch.unique(ids[ids >= 0]).tolist():
+            token, slot = torch.where(ids == expert)
+            rows, weight = x[token], weights[token, slot, None]
+            rows = self._expert(int(expert), rows * weight if self.spec.router_weight_on_input else rows)
+            slots[token, slot] = rows if self.spec.router_weight_on_input else rows * weight
+        return slots
+
+    def _expert(self, index: int, rows: Tensor) -> Tensor:
+        up = self._matrix("up", index, rows)
+        gate = self._matrix("gate", index, rows) if "gate" in self.matrices else None
+        return self._matrix("down", index, activate(self.spec.activation, up, gate))
+
+    def _matrix(self, name: str, index: int, rows: Tensor) -> Tensor:
+        weight: CanonicalWeight = self.matrices[name]  # type: ignore[assignment]
+        y = rows @ weight.tensor().expert(index).dequantize().T
+        bias = getattr(self, f"{name}_bias")
+        return y if bias is None else y + bias[index].float()
+
+    def workspace_size(self, max_tokens: int) -> int:
+        return 0
+
+    def update(self, weights: MoEWeights) -> None:
+        check_moe_weights(self.spec, weights)
+        for name in self.matrices:
+            self.matrices[name].update(getattr(weights, name))  # type: ignore[operator]
+        for name in ("gate_bias", "up_bias", "down_bias"):
+            if getattr(self, name) is not None:
+                getattr(self, name).copy_(getattr(weights, name))
+
+
+class ReferenceMoE(MoEKernel):
+    """Every scheme, every activation; the definition that other kernels are measured against."""
+
+    name = "moe"
+    devices = ("any",)
+    isa = ()
+    architectures = ()
+    schemes = EVERY_SCHEME
+    numerics = Numerics(deterministic=True)
+    dtypes = ("fp32", "bf16", "fp16")
+    out_dtypes = ("fp32", "bf16", "fp16")
+    routing = ("routed",)
+    epilogue = MoEEpilogue(
+        activations=ACTIVATIONS, alpha=True, limit=True, gated=True, ungated=True, bias=True, mixed_schemes=True, expert_map=True,
+        expert_parallel=True, router_weight_on_input=True, routed_scaling=True, shared_experts=False, lora=False,
+    )  # fmt: skip
+    limits = ()
+    m_range = (1, None)
+    layout = "canonical"
+    error_bound = 1e-5
+    priority = 0
+
+    def prepare(self, spec: MoESpec, weights: MoEWeights) -> ReferenceMoEOp:
+        return ReferenceMoEOp(spec, weights)

@@ -1,0 +1,48 @@
+"""What a loaded model is made of: the selection of every op, and its bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hal_core.selection import Selection
+
+__all__ = ["LoadReport", "OpReport"]
+
+
+@dataclass(frozen=True)
+class OpReport:
+    """One op of a model: where it is, which kernel serves it, bytes of its packed tensors."""
+
+    module: str
+    selection: Selection
+    nbytes: int
+
+    @property
+    def kernel(self) -> str:
+        return self.selection.kernel
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """``model.hal`` of a loaded model. Bytes are those held in memory after loading."""
+
+    path: str
+    format: str
+    dtype: str
+    numerics: str
+    policy: str
+    ops: tuple[OpReport, ...]
+    packed_bytes: int
+    unquantized_bytes: int
+
+    def kernels(self) -> dict[str, int]:
+        """Number of ops by kernel name."""
+        return dict(Counter(op.kernel for op in self.ops))
+
+    def __str__(self) -> str:
+        used = ", ".join(f"{name} x{count}" for name, count in self.kernels().items()) or "none (nothing is quantized)"
+        size = f"{self.packed_bytes / 1e6:.1f} MB packed, {self.unquantized_bytes / 1e6:.1f} MB unquantized"
+        return f"{self.format} {self.path}: {used}; {size}; {self.dtype}, numerics {self.numerics}, policy {self.policy}"
