@@ -1,4 +1,5 @@
 // Sixteen fp32 lanes in two AVX2 registers. Included inside an anonymous namespace.
+constexpr int HAL_PREFETCH_WORDS = 16;  // cache lines ahead of the codes in use
 constexpr int kSmallTiles = 2;  // tiles per block for one row
 constexpr int kBigRows = 4;     // rows and tiles per block for many rows
 constexpr int kBigTiles = 1;

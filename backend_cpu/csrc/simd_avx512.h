@@ -1,4 +1,5 @@
 // Sixteen fp32 lanes in one AVX512 register. Included inside an anonymous namespace.
+constexpr int HAL_PREFETCH_WORDS = 16;  // cache lines ahead of the codes in use
 constexpr int kSmallTiles = 4;  // tiles per block for one row
 constexpr int kBigRows = 8;     // rows and tiles per block for many rows
 constexpr int kBigTiles = 2;

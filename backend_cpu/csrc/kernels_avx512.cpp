@@ -1,0 +1,16 @@
+// The kernels for AVX512. This unit alone is built with its instruction set, so it includes nothing
+// that could emit an inline function with external linkage.
+#include <immintrin.h>
+
+#include "kernels.h"
+
+namespace hal_cpu {
+namespace {
+#include "simd_avx512.h"
+#include "tile_block.inc.h"
+#include "epilogue.inc.h"
+}  // namespace
+
+extern const Kernels kKernelsAvx512 = {load_row, block_sums, linear, gate_up, combine};
+
+}  // namespace hal_cpu

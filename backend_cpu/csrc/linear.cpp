@@ -1,0 +1,142 @@
+// y = x w^T + bias, exact: activations enter as they are, products and sums are fp32.
+#include <algorithm>
+
+#include "args.h"
+#include "checks.h"
+#include "isa.h"
+#include "ops.h"
+#include "parallel.h"
+
+namespace hal_cpu {
+namespace {
+
+// Converted activations kept at once; more rows than fit are processed in turns.
+constexpr int64_t kRowBytes = int64_t{16} << 20;
+
+struct LinearArgs {
+  Tensor x;
+  PackedTensors w;
+  int64_t n, k, group, bits;
+  std::string isa;
+};
+
+LinearArgs read(Args& args) {
+  Tensor x = args.tensor();
+  PackedTensors w;
+  w.codes = args.tensor();
+  w.scales = args.tensor();
+  w.zeros = args.maybe_tensor();
+  w.mins = args.maybe_tensor();
+  w.perm = args.maybe_tensor();
+  w.bias = args.maybe_tensor();
+  const int64_t n = args.integer(), k = args.integer();
+  const int64_t group = args.integer(), bits = args.integer();
+  return {std::move(x), std::move(w), n, k, group, bits, args.text()};
+}
+
+struct Call {
+  const Kernels& kernels;
+  PackedMatrix w;
+  const char* x;
+  char* out;
+  FloatKind kind;
+  int64_t size, rows;
+};
+
+bool run_rows(const Call& c, int64_t begin, int64_t count) {
+  const Matrix& m = c.w.first;
+  const int64_t padded = round_up(m.k, kTile), sums = m.mins ? sums_per_row(m) : 0;
+  const auto bytes = [](int64_t n, size_t size) {
+    return Scratch::bytes_for(static_cast<size_t>(n), size);
+  };
+  Scratch scratch(bytes(count * padded, 4) + bytes(count * sums, 4) + 3 * bytes(count, 8));
+  auto* xf = scratch.take<float>(count * padded);
+  auto* sf = scratch.take<float>(count * sums);
+  auto** x = scratch.take<const float*>(count);
+  auto** s = scratch.take<const float*>(count);
+  auto** out = scratch.take<void*>(count);
+
+  std::atomic<bool> inside{true};
+  run_tasks(count, count * padded > kWorthThreads, [&](int64_t r) {
+    float* row = xf + r * padded;
+    if (!c.kernels.load_row(c.x + (begin + r) * m.k * c.size, c.kind, c.w.perm, 1.0f, row, m.k,
+                            padded))
+      inside = false;
+    if (sums) c.kernels.block_sums(row, m.k, m.group, sf + r * sums);
+    x[r] = row;
+    s[r] = sf + r * sums;
+    out[r] = c.out + (begin + r) * m.n * c.size;
+  });
+  if (!inside) return false;
+
+  const int64_t tiles = div_up(m.n, kTile);
+  const int64_t threads = torch::stable::get_num_threads();
+  // Wide tasks reuse the activations; narrow problems are cut finer so that every thread works.
+  int64_t step = kTilesPerCall;
+  while (step > 1 && div_up(tiles, step) < 4 * threads) step /= 2;
+  const int64_t columns = div_up(tiles, step);
+  int64_t rows = count;
+  while (rows > 64 && columns * div_up(count, rows) < 4 * threads) rows = round_up(rows / 2, 8);
+  const int64_t bands = div_up(count, rows);
+  run_tasks(columns * bands, count * m.n * m.k > kWorthThreads, [&](int64_t task) {
+    const int64_t tile = task / bands * step, r0 = task % bands * rows;
+    const Rows part{x + r0, sums ? s + r0 : nullptr, std::min(rows, count - r0)};
+    c.kernels.linear(m, tile, std::min(step, tiles - tile), part, out + r0, c.kind);
+  });
+  return true;
+}
+
+void run(const Call& c) {
+  const Matrix& m = c.w.first;
+  const int64_t turn =
+      std::max<int64_t>(64, kRowBytes / 4 / round_up(m.k, kTile) / 64 * 64);
+  for (int64_t begin = 0; begin < c.rows; begin += turn) {
+    if (!run_rows(c, begin, std::min(turn, c.rows - begin)))
+      fail("perm has an index outside 0 to ", m.k - 1);
+  }
+}
+
+// `out` may be undefined: then it is made.
+Tensor linear(const LinearArgs& a, const Tensor* given) {
+  const Kernels& kernels = kernels_for(a.isa);
+  const FloatKind kind = check_float(a.x, "x");
+  check_plain(a.x, "x");
+  const int64_t d = a.x.dim();
+  if (d < 1 || d > 8) fail("x has shape ", shape_text(a.x), "; expected 1 to 8 dimensions");
+  const PackedMatrix w = check_packed(a.w, {"", 0, a.n, a.k, a.group, a.bits});
+  if (a.x.size(d - 1) != a.k)
+    fail("x has shape ", shape_text(a.x), "; expected a last dimension of k=", a.k);
+  int64_t shape[8], rows = 1;
+  for (int64_t i = 0; i < d - 1; ++i) rows *= shape[i] = a.x.size(i);
+  shape[d - 1] = a.n;
+  if (given) {
+    check_plain(*given, "out");
+    check_type(*given, "out", a.x.scalar_type());
+    bool same = given->dim() == d;
+    for (int64_t i = 0; same && i < d; ++i) same = given->size(i) == shape[i];
+    if (!same)
+      fail("out has shape ", shape_text(*given), "; expected that of x, ", shape_text(a.x),
+           ", with a last dimension of n=", a.n);
+  }
+  Tensor out = given ? *given : new_tensor(shape, d, a.x.scalar_type());
+  run({kernels, w, static_cast<const char*>(a.x.data_ptr()), static_cast<char*>(out.data_ptr()),
+       kind, kind == kFloat32 ? 4 : 2, rows});
+  return out;
+}
+
+}  // namespace
+
+void linear_op(StableIValue* stack, uint64_t inputs, uint64_t) {
+  Args args(stack, inputs);
+  const LinearArgs a = read(args);
+  put(stack, linear(a, nullptr));
+}
+
+void linear_out_op(StableIValue* stack, uint64_t inputs, uint64_t) {
+  Args args(stack, inputs);
+  const LinearArgs a = read(args);
+  const Tensor out = args.tensor();
+  linear(a, &out);
+}
+
+}  // namespace hal_cpu

@@ -1,0 +1,89 @@
+// Work sharing over torch's own threads, and scratch memory that outlives a call.
+#pragma once
+#include <torch/csrc/stable/ops.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <new>
+
+#include "error.h"
+
+namespace hal_cpu {
+
+// Tasks are taken one by one: cores that share their time with others finish at different
+// moments. Order and split never reach the numbers, since each task owns its outputs.
+template <class F>
+void run_tasks(int64_t tasks, bool worth_threads, const F& task) {
+  const int64_t threads = worth_threads && tasks > 1 ? torch::stable::get_num_threads() : 1;
+  if (threads <= 1) {
+    for (int64_t i = 0; i < tasks; ++i) task(i);
+    return;
+  }
+  std::atomic<int64_t> next{0};
+  torch::stable::parallel_for(0, threads < tasks ? threads : tasks, 1, [&](int64_t, int64_t) {
+    for (;;) {
+      const int64_t i = next.fetch_add(1, std::memory_order_relaxed);
+      if (i >= tasks) return;
+      task(i);
+    }
+  });
+}
+
+// Below this many multiply-adds, waking another thread costs more than it saves.
+constexpr int64_t kWorthThreads = int64_t{1} << 17;
+
+// One 64-byte aligned region per calling thread, kept while small: decoding calls the same op
+// thousands of times a second, and fresh pages would dominate.
+class Scratch {
+ public:
+  explicit Scratch(size_t bytes) {
+    Cache& c = cache();
+    if (c.size < bytes) {
+      std::free(c.data);
+      c.size = 0;
+      c.data = std::aligned_alloc(64, (bytes + 63) / 64 * 64);
+      if (!c.data) throw std::bad_alloc();
+      c.size = bytes;
+    }
+    next_ = static_cast<char*>(c.data);
+    end_ = next_ + c.size;
+  }
+  ~Scratch() {
+    Cache& c = cache();
+    if (c.size > kKept) {
+      std::free(c.data);
+      c.data = nullptr;
+      c.size = 0;
+    }
+  }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+
+  static constexpr size_t bytes_for(size_t count, size_t size) {
+    return (count * size + 63) / 64 * 64;
+  }
+  template <class T>
+  T* take(int64_t count) {
+    T* p = reinterpret_cast<T*>(next_);
+    const size_t bytes = bytes_for(static_cast<size_t>(count), sizeof(T));
+    if (bytes > static_cast<size_t>(end_ - next_)) fail("scratch memory was sized too small");
+    next_ += bytes;
+    return p;
+  }
+
+ private:
+  static constexpr size_t kKept = size_t{4} << 20;
+  struct Cache {
+    void* data = nullptr;
+    size_t size = 0;
+    ~Cache() { std::free(data); }
+  };
+  static Cache& cache() {
+    static thread_local Cache c;
+    return c;
+  }
+  char* next_;
+  char* end_;
+};
+
+}  // namespace hal_cpu
