@@ -12,6 +12,8 @@ CONSTRAINTS := -c constraints.txt
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export PYTHONUTF8 := 1
+# Tells the tests that they must find the built wheels, and must not run on the folder beside them.
+export HAL_TEST_INSTALLED := 1
 # `$(BIN)` first: the build backends look for cmake and ninja on PATH.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
@@ -24,7 +26,7 @@ PYTEST := $(BIN)/pytest
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow lint bench build install lock clean
+.PHONY: help demo test test-slow lint bench build install lock licences clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -51,6 +53,9 @@ install: $(STAMPS)/installed  ## make .venv and install both wheels, so that .ve
 
 lock: $(STAMPS)/dev  ## print the versions of the environment, in the form of constraints.txt
 	@$(PIP) freeze --exclude hal-core --exclude hal-backend-cpu | sed 's/^\(torch==[0-9.]*\)+.*/\1/'
+
+licences: $(STAMPS)/dev $(STAMPS)/demo  ## rewrite the table of docs/licences.md from the environment
+	$(BIN)/python scripts/licences.py
 
 clean:  ## remove .venv, dist, build and caches
 	rm -rf $(VENV) dist build backend_cpu/build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,24 @@
+"""Settings of every test run: no caller's environment leaks in, no model hub is asked."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+# Variables that point at data or tell where the tests run; every other HAL_* would change what is selected.
+KEPT = ("HAL_GOLDEN_DIR", "HAL_TEST_INSTALLED")
+
+# Before anything imports transformers: it reads them once.
+os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+for _name in [name for name in os.environ if name.startswith("HAL_") and name not in KEPT]:
+    del os.environ[_name]
+
+
+@pytest.fixture(scope="session")
+def repository() -> pathlib.Path:
+    """The folder of the checkout."""
+    return ROOT

@@ -1,0 +1,92 @@
+"""README, licences, Makefile and CI say the same things."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+
+import pytest
+from packaging.requirements import Requirement
+
+
+@pytest.fixture(scope="module")
+def readme(repository):
+    return (repository / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def targets(repository):
+    text = (repository / "Makefile").read_text(encoding="utf-8")
+    return set(re.findall(r"^([a-z][a-z-]*):", text, re.MULTILINE))
+
+
+def commands(readme: str) -> list[str]:
+    return [line.strip().split("#")[0].strip() for line in readme.splitlines() if re.match(r" {4}\S", line)]
+
+
+def test_readme_starts_with_the_two_commands(readme):
+    assert commands(readme)[:2] == ["make demo", "make test"]
+
+
+def test_every_make_command_of_the_readme_exists(readme, targets):
+    named = {match for line in commands(readme) for match in re.findall(r"\bmake ([a-z-]+)", line)}
+    assert named >= {"demo", "test"}
+    assert named <= targets
+
+
+def test_every_target_says_what_it_does(repository, targets):
+    shown = subprocess.run(["make", "-s", "help"], cwd=repository, check=True, capture_output=True, text=True).stdout
+    assert {line.split()[1] for line in shown.splitlines()} == targets
+
+
+PAGES = ["README.md", "docs/licences.md", *(f"backend_{name}/README.md" for name in ("cuda", "xpu", "rocm"))]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_relative_links_lead_somewhere(repository, page):
+    path = repository / page
+    links = re.findall(r"\]\((?!\w+:)([^)#]+)", path.read_text(encoding="utf-8"))
+    assert [link for link in links if not (path.parent / link).exists()] == []
+
+
+def test_every_runtime_requirement_of_the_wheels_is_in_the_licences(core_wheel, cpu_wheel, repository):
+    page = (repository / "docs" / "licences.md").read_text(encoding="utf-8")
+    for wheel in (core_wheel, cpu_wheel):
+        for line in wheel.metadata().get_all("Requires-Dist") or []:
+            name = Requirement(line).name
+            assert re.search(rf"^\| {re.escape(name)} \|", page, re.MULTILINE) or name == "hal-core", f"{name} is not in docs/licences.md"
+
+
+def test_every_locked_package_is_in_the_licences_with_its_version(repository):
+    page = (repository / "docs" / "licences.md").read_text(encoding="utf-8")
+    constraints = (repository / "constraints.txt").read_text(encoding="utf-8")
+    pins = re.findall(r"^([\w.-]+)==([^\s;]+)$", constraints, re.MULTILINE)
+    assert len(pins) > 30
+    assert [f"{n}=={v}" for n, v in pins if f"| {n} | {v} |" not in page] == [], "run `make licences`"
+
+
+def test_constraints_pin_everything_that_is_asked_for(core_wheel, repository):
+    constraints = (repository / "constraints.txt").read_text(encoding="utf-8")
+    pinned = {name.lower().replace("_", "-") for name in re.findall(r"^([\w.-]+)==", constraints, re.MULTILINE)}
+    asked = {Requirement(line).name for line in core_wheel.metadata().get_all("Requires-Dist")}
+    assert asked - pinned == set()
+
+
+def test_gpu_backends_are_not_claimed(repository, readme):
+    for name in ("cuda", "xpu", "rocm"):
+        if not (repository / f"backend_{name}" / "pyproject.toml").exists():
+            assert f"| [not built yet](backend_{name}/README.md) |" in readme
+            assert "Nothing is built from this folder yet" in (repository / f"backend_{name}" / "README.md").read_text(encoding="utf-8")
+
+
+def test_ci_script_is_executable_and_parses(repository):
+    script = repository / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    subprocess.run(["bash", "-n", script], check=True)
+    text = script.read_text(encoding="utf-8")
+    assert [step for step in ("make lint", "make test", "make demo") if step not in text] == []
+
+
+def test_workflow_runs_the_same_script(repository):
+    assert "run: bash .ci/run" in (repository / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
