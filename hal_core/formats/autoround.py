@@ -1,0 +1,101 @@
+"""AutoRound: the exporter picks the packing by itself, and `extra_config` overrides single modules."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from hal_core.errors import FormatError
+from hal_core.formats.awq_tensors import AWQPacking
+from hal_core.formats.gptq_tensors import GPTQPacking
+from hal_core.formats.packing import Decision, Rule
+from hal_core.formats.quant_config import QuantConfig, compile_pattern
+
+if TYPE_CHECKING:
+    from hal_core.formats.packing import Packing
+
+__all__ = ["AutoRoundRules"]
+
+_BITS = (2, 3, 4, 8)
+#: packing_format: the layout, its bits, and whether the stored zero point is minus one. Only auto_gptq's is.
+_PACKINGS: dict[str, tuple[Packing, tuple[int, ...], bool]] = {
+    "auto_round": (GPTQPacking(), _BITS, False),
+    "auto_round:gptqmodel": (GPTQPacking(), _BITS, False),
+    "auto_round:auto_gptq": (GPTQPacking(), _BITS, True),
+    "auto_round:auto_awq": (AWQPacking(), (4,), False),
+}
+_OVERRIDES = frozenset({"bits", "group_size", "sym", "data_type"})
+
+
+class AutoRoundRules:
+    """Modules by `extra_config` (exact names, then the first matching pattern), else by the file-wide fields."""
+
+    def __init__(self, config: QuantConfig) -> None:
+        self.config = config
+        self.packing_format = self._packing_format()
+        self.packing, self._bits, self._minus_one = _PACKINGS[self.packing_format]
+        for field in ("act_bits",):
+            if config.integer(field, 16) < 16:
+                raise config.error(field, f"{config.fields[field]}-bit activations are not served for packing {self.packing_format}")
+        self.base = self._rule(config)
+        self._blocks = self._block_names()
+        self._exact: dict[str, tuple[Rule, bool]] = {}
+        self._patterns: list[tuple[re.Pattern[str], str, Rule, bool]] = []
+        for key, value in config.mapping("extra_config").items():
+            rule, quantized = self._override(key, config.sub(value, f"extra_config {key!r}"))
+            self._exact[key] = (rule, quantized)
+            if re.escape(key) != key.replace(".", r"\.").replace("-", r"\-"):
+                self._patterns.append((compile_pattern(key, config.where), key, rule, quantized))
+
+    def _packing_format(self) -> str:
+        """Older files name a backend instead; those that are also packings mean the same."""
+        name: str = self.config.text("packing_format", None) or self.config.text("backend", "auto_round")
+        if name not in _PACKINGS:
+            raise self.config.error("packing_format", f"{name!r} is not served", f"served: {', '.join(_PACKINGS)}; export the model again in one of them")
+        return name
+
+    def _block_names(self) -> tuple[str, ...]:
+        for field in ("block_name_to_quantize", "to_quant_block_names"):
+            value = self.config.fields.get(field)
+            if value is None:
+                continue
+            flat = [part for item in (value if isinstance(value, list) else [value]) for part in (item if isinstance(item, list) else [item])]
+            if not all(isinstance(part, str) for part in flat):
+                raise self.config.error(field, "expected names of blocks")
+            return tuple(name.strip() for part in flat for name in part.split(","))
+        return ()
+
+    def _rule(self, fields: QuantConfig) -> Rule:
+        base = self.base if fields is not self.config else None
+        kind = fields.text("data_type", "int")
+        if kind != "int":
+            raise fields.error("data_type", f"{kind!r} is not served for packing {self.packing_format}", "served: int")
+        bits = fields.bits(self._bits, *(() if base is None else (base.bits,)))
+        group = fields.group(*(() if base is None else (base.group,)))
+        symmetric = fields.flag("sym", None if base is None else base.symmetric)
+        return Rule(self.packing, bits, group, symmetric, self._minus_one)
+
+    def _override(self, key: str, fields: QuantConfig) -> tuple[Rule, bool]:
+        bits: Any = fields.integer("bits", self.base.bits)
+        if bits >= 16:
+            return self.base, False
+        return self._rule(fields), True
+
+    def decide(self, module: str) -> Decision:
+        if module in self._exact:
+            rule, quantized = self._exact[module]
+            # The exporter may list a head as quantized and still store its plain weight: there the tensors decide.
+            firm = None if quantized and module.rpartition(".")[2] == "lm_head" else quantized
+            return Decision(rule, firm, f"extra_config names {module}", explicit=True)
+        for pattern, key, rule, quantized in self._patterns:
+            if pattern.search(module):
+                firm = None if not quantized and _router_pattern(key, module) else quantized
+                return Decision(rule, firm, f"extra_config pattern {key}")
+        if self._blocks and not any(module.startswith(block) for block in self._blocks):
+            return Decision(self.base, None, "block_name_to_quantize")
+        return Decision(self.base, True, f"{self.config.where}: bits {self.base.bits}")
+
+
+def _router_pattern(key: str, module: str) -> bool:
+    """A router's pattern, ``.*mlp\\.gate.*``, also matches a dense layer's ``mlp.gate_proj``: there the tensors decide."""
+    return module.endswith("gate_proj") and re.search(r"gate(\.\*|\$)?$", key) is not None

@@ -1,0 +1,93 @@
+"""AWQ's tensors: GEMM (packed along N, columns interleaved) and GEMV (packed along K, zeros and scales padded).
+
+GEMM: ``qweight`` int32 ``[K, N/8]``, ``qzeros`` int32 ``[G, N/8]``, ``scales`` float ``[G, N]``. The nibbles of a word,
+lowest first, hold columns 0, 2, 4, 6, 1, 3, 5, 7 of its eight. Zero points are stored as they are. 4 bits only.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.functional import pad
+
+from hal_core.canonical import QuantizedTensor, unpack_nibbles
+from hal_core.errors import FormatError
+from hal_core.formats.bitstream import pack_fields, signed_storage, unpack_fields, unsigned_storage
+from hal_core.formats.gptq_tensors import group_count
+from hal_core.formats.packing import Packing, Plan, check_scales, check_symmetric, expect, expect_float, expect_part
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from hal_core.formats.packing import Rule
+    from hal_core.formats.safetensors_file import TensorInfo
+
+__all__ = ["AWQPacking"]
+
+#: Column of the eight held by each nibble of a word, and where each column's nibble is.
+_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
+_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+class AWQPacking(Packing):
+    """GEMM."""
+
+    name = "awq:gemm"
+    suffixes = ("qweight", "qzeros", "scales")
+
+    def plan(self, module: str, parts: Mapping[str, TensorInfo], rule: Rule) -> Plan:
+        qweight, qzeros, scales = (expect_part(module, parts, suffix) for suffix in self.suffixes)
+        if len(qweight.shape) != 2 or not all(qweight.shape):
+            raise FormatError(f"tensor {qweight.name}", f"shape {list(qweight.shape)} is not [K, N/8]")
+        k, n = qweight.shape[0], qweight.shape[1] * 8
+        groups = group_count(k, rule.group)
+        why = f"AWQ GEMM, group size {rule.group}, K={k}, N={n}"
+        expect(qweight, "I32", qweight.shape, why)
+        expect_float(scales, (groups, n), why)
+        expect(qzeros, "I32", (groups, n // 8), why)
+        return Plan(module, rule, parts, (n, k), rule.scheme(groups))
+
+    def unpack(self, tensors: Mapping[str, Tensor], plan: Plan) -> QuantizedTensor:
+        (n, k), module = plan.shape, plan.module
+        scales = tensors["scales"].t().contiguous()
+        check_scales(scales, f"{module}.scales")
+        zeros = unpack_fields(tensors["qzeros"], 4, n).unflatten(-1, (-1, 8))[..., _NIBBLES].flatten(-2)
+        values = _pair_rows(tensors["qweight"])
+        if plan.rule.symmetric:
+            check_symmetric(zeros, 4, f"{module}.qzeros")
+            return QuantizedTensor(plan.scheme, plan.shape, signed_storage(values, 4, k), scales)
+        return QuantizedTensor(plan.scheme, plan.shape, values, scales, zeros=zeros.t().contiguous())
+
+    def pack(self, weight: QuantizedTensor, rule: Rule) -> dict[str, Tensor]:
+        n, k = weight.shape
+        assert weight.scales is not None  # integer schemes have scales
+        values = weight.values if weight.zeros is not None else unsigned_storage(weight.values, 4, k)
+        zeros = torch.full((weight.scales.shape[1], n), 8, dtype=torch.uint8) if weight.zeros is None else weight.zeros.t()
+        return {
+            "qweight": _interleave(unpack_nibbles(values, k).t()),
+            "qzeros": _interleave(zeros),
+            "scales": weight.scales.t().contiguous(),
+        }
+
+
+def _interleave(codes: Tensor) -> Tensor:
+    """uint8 ``[R, N]`` to words ``[R, N/8]`` in the order above."""
+    return pack_fields(codes.contiguous().unflatten(-1, (-1, 8))[..., _COLUMNS].flatten(-2), 4)
+
+
+def _pair_rows(qweight: Tensor) -> Tensor:
+    """Words ``[K, N/8]`` to canonical nibble pairs uint8 ``[N, ceil(K/2)]`` without widening to a byte per code.
+
+    A canonical byte pairs rows 2j and 2j+1 of one column. Byte i of a word holds two columns, so the low nibbles of the
+    four bytes give one half of the eight columns and the high nibbles the other.
+    """
+    k, words = qweight.shape
+    data = pad(qweight, (0, 0, 0, k % 2)).view(torch.uint8).view(-1, 2, words, 4)
+    even, odd = data[:, 0], data[:, 1]
+    out = torch.empty(words, 8, data.shape[0], dtype=torch.uint8)
+    out[:, _COLUMNS[0::2]] = ((even & 15) | (odd << 4)).permute(1, 2, 0)
+    out[:, _COLUMNS[1::2]] = ((even >> 4) | (odd & 0xF0)).permute(1, 2, 0)
+    return out.view(words * 8, -1)
