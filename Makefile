@@ -63,7 +63,7 @@ clean:  ## remove .venv, dist, build and caches
 
 # The environment: torch first and pinned, then what building needs.
 $(STAMPS)/venv: constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "hal-core needs Python 3.10 or newer; set PYTHON=...")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "the versions in constraints.txt need Python 3.11 or newer; set PYTHON=...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -q $(CONSTRAINTS) torch==$$(sed -n 's/^torch==//p' constraints.txt)
 	$(PIP) install -q $(CONSTRAINTS) hatchling scikit-build-core cmake ninja
