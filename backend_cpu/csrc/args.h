@@ -29,6 +29,7 @@ class Args {
     return torch::stable::detail::to<torch::headeronly::ScalarType>(next());
   }
   bool boolean() { return torch::stable::detail::to<bool>(next()); }
+  double real() { return torch::stable::detail::to<double>(next()); }
   std::optional<double> maybe_real() {
     return torch::stable::detail::to<std::optional<double>>(next());
   }

@@ -125,8 +125,6 @@ static VF vgelu(VF v) {
 
 HAL_INLINE VF activate(VF gate, const Activation& act) {
   switch (act.kind) {
-    case kSilu:
-      return vgate(gate, gate);
     case kGelu:
       return vgelu(gate);
     case kGeluTanh: {
@@ -134,21 +132,21 @@ HAL_INLINE VF activate(VF gate, const Activation& act) {
       const VF inner = vfma(cube, vset(0.044715f), gate);
       return vgate(gate, vmul(inner, vset(2.0f * 0.79788456080286536f)));
     }
-    case kSwigluOai:
-      return vgate(gate, vmul(gate, vset(act.alpha)));
-    default: {
+    case kRelu2: {
       const VF positive = vmax(vzero(), gate);
       return vmul(positive, positive);
     }
+    default:  // silu and swiglu_oai
+      return vgate(gate, vmul(gate, vset(act.alpha)));
   }
 }
 
 HAL_INLINE VF gated(bool has_gate, VF gate, VF up, const Activation& act) {
   if (act.has_limit) {
     gate = vmin(vset(act.limit), gate);
-    if (has_gate) up = vmin(vset(act.limit), vmax(vset(-act.limit), up));
+    up = vmin(vset(act.limit), vmax(vset(-act.limit), up));
   }
-  const VF value = activate(gate, act);
+  const VF value = activate(has_gate ? gate : up, act);
   if (!has_gate) return value;
   return vmul(act.kind == kSwigluOai ? vadd(up, vset(1.0f)) : up, value);
 }
@@ -185,13 +183,13 @@ static void gate_up(const Matrix* gate, const Matrix& up, int64_t tile, int64_t 
   }
 }
 
-static void combine(const float* const* rows, const float* weights, int64_t count, void* out,
-                    FloatKind out_kind, int64_t begin, int64_t end) {
+static void combine(const float* const* rows, const float* weights, int64_t count, float scaling,
+                    void* out, FloatKind out_kind, int64_t begin, int64_t end) {
   for (int64_t i = begin; i < end; i += kTile) {
     VF sum = vzero();
     // Source rows are padded to a whole tile; only the destination ends early.
     for (int64_t j = 0; j < count; ++j)
       sum = vfma(vload(rows[j] + i), vset(weights[j]), sum);
-    store_lanes(out, out_kind, i, sum, end - i);
+    store_lanes(out, out_kind, i, vmul(sum, vset(scaling)), end - i);
   }
 }

@@ -31,6 +31,7 @@ struct Matrix {
   FloatKind scale_kind, min_kind, bias_kind;
 };
 
+// value(gate) * up, with the sigmoid of silu and swiglu_oai taken at alpha * gate.
 struct Activation {
   ActivationKind kind;
   bool has_limit;
@@ -58,9 +59,9 @@ struct Kernels {
   void (*gate_up)(const Matrix* gate, const Matrix& up, int64_t tile, int64_t tiles,
                   const Rows& gate_rows, const Rows& up_rows, const Activation& act,
                   float* const* h);
-  // out[i] = sum over j of weights[j] * rows[j][i], in order of j, rounded once.
-  void (*combine)(const float* const* rows, const float* weights, int64_t count, void* out,
-                  FloatKind out_kind, int64_t begin, int64_t end);
+  // out[i] = scaling * sum over j of weights[j] * rows[j][i], in order of j, rounded once.
+  void (*combine)(const float* const* rows, const float* weights, int64_t count, float scaling,
+                  void* out, FloatKind out_kind, int64_t begin, int64_t end);
 };
 
 extern const Kernels kKernelsAvx2;

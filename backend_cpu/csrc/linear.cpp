@@ -39,8 +39,8 @@ struct Call {
   PackedMatrix w;
   const char* x;
   char* out;
-  FloatKind kind;
-  int64_t size, rows;
+  FloatKind kind, out_kind;
+  int64_t size, out_size, rows;
 };
 
 bool run_rows(const Call& c, int64_t begin, int64_t count) {
@@ -65,7 +65,7 @@ bool run_rows(const Call& c, int64_t begin, int64_t count) {
     if (sums) c.kernels.block_sums(row, m.k, m.group, sf + r * sums);
     x[r] = row;
     s[r] = sf + r * sums;
-    out[r] = c.out + (begin + r) * m.n * c.size;
+    out[r] = c.out + (begin + r) * m.n * c.out_size;
   });
   if (!inside) return false;
 
@@ -81,7 +81,7 @@ bool run_rows(const Call& c, int64_t begin, int64_t count) {
   run_tasks(columns * bands, count * m.n * m.k > kWorthThreads, [&](int64_t task) {
     const int64_t tile = task / bands * step, r0 = task % bands * rows;
     const Rows part{x + r0, sums ? s + r0 : nullptr, std::min(rows, count - r0)};
-    c.kernels.linear(m, tile, std::min(step, tiles - tile), part, out + r0, c.kind);
+    c.kernels.linear(m, tile, std::min(step, tiles - tile), part, out + r0, c.out_kind);
   });
   return true;
 }
@@ -96,7 +96,7 @@ void run(const Call& c) {
   }
 }
 
-// `out` may be undefined: then it is made.
+// `given` may be null: then the result is made, in the dtype of x.
 Tensor linear(const LinearArgs& a, const Tensor* given) {
   const Kernels& kernels = kernels_for(a.isa);
   const FloatKind kind = check_float(a.x, "x");
@@ -111,7 +111,6 @@ Tensor linear(const LinearArgs& a, const Tensor* given) {
   shape[d - 1] = a.n;
   if (given) {
     check_plain(*given, "out");
-    check_type(*given, "out", a.x.scalar_type());
     bool same = given->dim() == d;
     for (int64_t i = 0; same && i < d; ++i) same = given->size(i) == shape[i];
     if (!same)
@@ -119,8 +118,9 @@ Tensor linear(const LinearArgs& a, const Tensor* given) {
            ", with a last dimension of n=", a.n);
   }
   Tensor out = given ? *given : new_tensor(shape, d, a.x.scalar_type());
+  const FloatKind out_kind = check_float(out, "out");
   run({kernels, w, static_cast<const char*>(a.x.data_ptr()), static_cast<char*>(out.data_ptr()),
-       kind, kind == kFloat32 ? 4 : 2, rows});
+       kind, out_kind, kind == kFloat32 ? 4 : 2, out_kind == kFloat32 ? 4 : 2, rows});
   return out;
 }
 

@@ -185,8 +185,8 @@ void Turn::combine(const float* y, int64_t stride, char* out) {
       r[count] = y + at * stride;
       w[count++] = c.weight_on_input ? 1.0f : weight(pair);
     }
-    c.kernels.combine(r, w, count, out + (base + result) * c.hidden * c.size, c.kind, begin,
-                      std::min(begin + kSpan, c.hidden));
+    c.kernels.combine(r, w, count, c.scaling, out + (base + result) * c.hidden * c.out_size,
+                      c.out_kind, begin, std::min(begin + kSpan, c.hidden));
   });
 }
 
@@ -221,10 +221,19 @@ bool Turn::run(char* out) {
   return true;
 }
 
-Tensor moe(const MoeArgs& a) {
-  const MoeCall c = check_moe(a);
-  Tensor out = c.reduce ? new_tensor({c.tokens, c.hidden}, a.x.scalar_type())
-                        : new_tensor({c.tokens, c.slots, c.hidden}, a.x.scalar_type());
+// `given` may be null: then the result is made, in the dtype of x.
+Tensor moe(const MoeArgs& a, const Tensor* given) {
+  MoeCall c = check_moe(a);
+  if (given) {
+    check_plain(*given, "out");
+    c.out_kind = check_float(*given, "out");
+    c.out_size = c.out_kind == kFloat32 ? 4 : 2;
+    if (c.reduce) check_shape(*given, "out", {c.tokens, c.hidden});
+    else check_shape(*given, "out", {c.tokens, c.slots, c.hidden});
+  }
+  Tensor out = given      ? *given
+               : c.reduce ? new_tensor({c.tokens, c.hidden}, a.x.scalar_type())
+                          : new_tensor({c.tokens, c.slots, c.hidden}, a.x.scalar_type());
   auto* data = static_cast<char*>(out.data_ptr());
   const int64_t turn = std::max<int64_t>(1, kScratchBytes / Turn::bytes_per_token(c));
   for (int64_t first = 0; first < c.tokens; first += turn) {
@@ -239,7 +248,14 @@ Tensor moe(const MoeArgs& a) {
 void moe_op(StableIValue* stack, uint64_t inputs, uint64_t) {
   Args args(stack, inputs);
   const MoeArgs a(args);
-  put(stack, moe(a));
+  put(stack, moe(a, nullptr));
+}
+
+void moe_out_op(StableIValue* stack, uint64_t inputs, uint64_t) {
+  Args args(stack, inputs);
+  const MoeArgs a(args);
+  const Tensor out = args.tensor();
+  moe(a, &out);
 }
 
 }  // namespace hal_cpu

@@ -26,7 +26,9 @@ Activation check_activation(const MoeArgs& a, bool has_gate) {
                 {"gelu_tanh", kGeluTanh},
                 {"swiglu_oai", kSwigluOai},
                 {"relu2", kRelu2}};
-  Activation act{kSilu, false, 0.0f, 0.0f};
+  // gpt-oss's slope, for checkpoints that do not state it.
+  constexpr float kOaiAlpha = 1.702f;
+  Activation act{kSilu, false, 1.0f, 0.0f};
   bool known = false;
   for (const auto& entry : kNames) {
     if (a.activation != entry.name) continue;
@@ -37,12 +39,13 @@ Activation check_activation(const MoeArgs& a, bool has_gate) {
     fail("activation is '", a.activation, "'; it takes silu, gelu, gelu_tanh, swiglu_oai or relu2");
   const bool oai = act.kind == kSwigluOai;
   if (oai && !has_gate) fail("activation swiglu_oai needs a gate");
-  if (oai != a.alpha.has_value())
-    fail(oai ? "activation swiglu_oai needs alpha" : "alpha belongs to activation swiglu_oai only");
-  if (a.alpha) act.alpha = static_cast<float>(*a.alpha);
-  if (a.limit) {
+  if (oai) act.alpha = kOaiAlpha;
+  if (a.alpha) {
     if (act.kind != kSilu && !oai)
-      fail("limit belongs to activations silu and swiglu_oai, not ", a.activation);
+      fail("alpha belongs to activations silu and swiglu_oai, not ", a.activation);
+    act.alpha = static_cast<float>(*a.alpha);
+  }
+  if (a.limit) {
     if (!(*a.limit > 0)) fail("limit is ", *a.limit, "; expected a positive number");
     act.has_limit = true;
     act.limit = static_cast<float>(*a.limit);
@@ -69,6 +72,7 @@ MoeArgs::MoeArgs(Args& args)
   activation = args.text();
   alpha = args.maybe_real();
   limit = args.maybe_real();
+  routed_scaling = args.real();
   weight_on_input = args.boolean();
   reduce = args.boolean();
   isa = args.text();
@@ -94,12 +98,14 @@ MoeCall check_moe(const MoeArgs& a) {
   const bool has_gate = a.gate.codes.has_value();
   if (!has_gate && (a.gate.scales || a.gate.zeros || a.gate.mins || a.gate.perm || a.gate.bias))
     fail("gate_packed is None but another gate tensor is given");
-  MoeCall c{kernels, kind,    kind == kFloat32 ? 4 : 2,
+  const int64_t size = kind == kFloat32 ? 4 : 2;
+  MoeCall c{kernels, kind,    kind, size, size,
             tokens,  slots,   hidden,
             a.intermediate,   a.experts,
             has_gate, a.weight_on_input, a.reduce,
             {},      {},      {},
             check_activation(a, has_gate),
+            static_cast<float>(a.routed_scaling),
             static_cast<const char*>(a.x.data_ptr()),
             static_cast<const float*>(a.weights.data_ptr()),
             {}};

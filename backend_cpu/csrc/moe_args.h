@@ -17,6 +17,7 @@ struct MoeArgs {
   int64_t gate_group, up_group, down_group, gate_bits, up_bits, down_bits;
   std::string activation;
   std::optional<double> alpha, limit;
+  double routed_scaling;
   bool weight_on_input, reduce;
   std::string isa;
 
@@ -25,12 +26,13 @@ struct MoeArgs {
 
 struct MoeCall {
   const Kernels& kernels;
-  FloatKind kind;  // of x and of the result
-  int64_t size;    // bytes of one of its elements
+  FloatKind kind, out_kind;
+  int64_t size, out_size;  // bytes of one element of x and of the result
   int64_t tokens, slots, hidden, intermediate, experts;
   bool has_gate, weight_on_input, reduce;
   PackedMatrix gate, up, down;
   Activation act;
+  float scaling;
   const char* x;
   const float* weights;         // [tokens, slots]
   std::vector<int32_t> local;   // [tokens, slots]

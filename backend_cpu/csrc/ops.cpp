@@ -14,35 +14,39 @@ void usable_isa_op(StableIValue* stack, uint64_t, uint64_t) {
 
 }  // namespace hal_cpu
 
+// clang-format off
+#define HAL_CPU_LINEAR_ARGUMENTS \
+  "Tensor x, Tensor packed, Tensor scales, Tensor? zeros, Tensor? mins, Tensor? perm, " \
+  "Tensor? bias, int n, int k, int group, int bits, str isa"
+
+#define HAL_CPU_MOE_ARGUMENTS \
+  "Tensor x, Tensor topk_ids, Tensor topk_weights, " \
+  "Tensor? gate_packed, Tensor? gate_scales, Tensor? gate_zeros, Tensor? gate_mins, " \
+  "Tensor? gate_perm, Tensor? gate_bias, " \
+  "Tensor up_packed, Tensor up_scales, Tensor? up_zeros, Tensor? up_mins, " \
+  "Tensor? up_perm, Tensor? up_bias, " \
+  "Tensor down_packed, Tensor down_scales, Tensor? down_zeros, Tensor? down_mins, " \
+  "Tensor? down_perm, Tensor? down_bias, " \
+  "Tensor? expert_map, int num_experts, int intermediate, " \
+  "int gate_group, int up_group, int down_group, " \
+  "int gate_bits, int up_bits, int down_bits, " \
+  "str activation, float? alpha, float? limit, float routed_scaling, " \
+  "bool router_weight_on_input, bool reduce, str isa"
+// clang-format on
+
 STABLE_TORCH_LIBRARY(hal_cpu, m) {
   m.def("usable_isa() -> str");
   m.def("pack(Tensor values, int k, int bits) -> Tensor");
   m.def("unpack(Tensor packed, int n, int k, int bits, bool signed) -> Tensor");
   m.def("pack_groups(Tensor groups) -> Tensor");
   m.def("unpack_groups(Tensor groups, int n) -> Tensor");
-  m.def(
-      "linear(Tensor x, Tensor packed, Tensor scales, Tensor? zeros, Tensor? mins, Tensor? perm, "
-      "Tensor? bias, int n, int k, int group, int bits, str isa) -> Tensor");
-  m.def(
-      "linear_out(Tensor x, Tensor packed, Tensor scales, Tensor? zeros, Tensor? mins, "
-      "Tensor? perm, Tensor? bias, int n, int k, int group, int bits, str isa, Tensor(a!) out) "
-      "-> ()");
+  m.def("linear(" HAL_CPU_LINEAR_ARGUMENTS ") -> Tensor");
+  m.def("linear_out(" HAL_CPU_LINEAR_ARGUMENTS ", Tensor(a!) out) -> ()");
   m.def(
       "lookup(Tensor ids, Tensor packed, Tensor scales, Tensor? zeros, Tensor? mins, "
       "Tensor? perm, int n, int k, int group, int bits, ScalarType dtype) -> Tensor");
-  m.def(
-      "moe(Tensor x, Tensor topk_ids, Tensor topk_weights, "
-      "Tensor? gate_packed, Tensor? gate_scales, Tensor? gate_zeros, Tensor? gate_mins, "
-      "Tensor? gate_perm, Tensor? gate_bias, "
-      "Tensor up_packed, Tensor up_scales, Tensor? up_zeros, Tensor? up_mins, "
-      "Tensor? up_perm, Tensor? up_bias, "
-      "Tensor down_packed, Tensor down_scales, Tensor? down_zeros, Tensor? down_mins, "
-      "Tensor? down_perm, Tensor? down_bias, "
-      "Tensor? expert_map, int num_experts, int intermediate, "
-      "int gate_group, int up_group, int down_group, "
-      "int gate_bits, int up_bits, int down_bits, "
-      "str activation, float? alpha, float? limit, "
-      "bool router_weight_on_input, bool reduce, str isa) -> Tensor");
+  m.def("moe(" HAL_CPU_MOE_ARGUMENTS ") -> Tensor");
+  m.def("moe_out(" HAL_CPU_MOE_ARGUMENTS ", Tensor(a!) out) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(hal_cpu, CompositeExplicitAutograd, m) {
@@ -58,4 +62,5 @@ STABLE_TORCH_LIBRARY_IMPL(hal_cpu, CPU, m) {
   m.impl("linear_out", &hal_cpu::linear_out_op);
   m.impl("lookup", &hal_cpu::lookup_op);
   m.impl("moe", &hal_cpu::moe_op);
+  m.impl("moe_out", &hal_cpu::moe_out_op);
 }

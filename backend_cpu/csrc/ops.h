@@ -13,5 +13,6 @@ void linear_op(StableIValue* stack, uint64_t inputs, uint64_t outputs);
 void linear_out_op(StableIValue* stack, uint64_t inputs, uint64_t outputs);
 void lookup_op(StableIValue* stack, uint64_t inputs, uint64_t outputs);
 void moe_op(StableIValue* stack, uint64_t inputs, uint64_t outputs);
+void moe_out_op(StableIValue* stack, uint64_t inputs, uint64_t outputs);
 
 }  // namespace hal_cpu

@@ -114,6 +114,11 @@ def _(ids, packed, scales, zeros, mins, perm, n, k, group, bits, dtype):
 
 @torch.library.register_fake("hal_cpu::moe")
 def _(x, topk_ids, *args):
-    # `reduce` is the last argument but one; the twenty-odd before it do not shape the result.
+    # `reduce` is the last argument but one; the thirty before it do not shape the result.
     reduce = args[-2]
     return x.new_empty(x.shape if reduce else (*topk_ids.shape, x.shape[1]))
+
+
+@torch.library.register_fake("hal_cpu::moe_out")
+def _(*args):
+    return None

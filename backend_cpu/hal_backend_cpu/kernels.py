@@ -1,0 +1,172 @@
+"""The kernels as the registry sees them: one class per op and instruction set level, all over one layout."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hal_core.kernel import EmbeddingKernel, LinearEpilogue, LinearKernel, MoEEpilogue, MoEKernel, SchemeSet
+from hal_core.numerics import Numerics
+from hal_core.refusal import Refusal
+from hal_core.schemes import GranularityKind, ZeroKind
+from hal_core.spec import ACTIVATIONS
+
+from hal_backend_cpu.layout import LAYOUT
+
+if TYPE_CHECKING:
+    from hal_core.kernel import LinearWeights, MoEWeights
+    from hal_core.machine import Machine
+    from hal_core.spec import EmbeddingSpec, LinearSpec, MoESpec
+
+    from hal_backend_cpu.ops import CpuEmbedding, CpuLinear, CpuMoE
+
+__all__ = ["KERNELS"]
+
+_AVX2 = ("avx2", "fma", "f16c")
+_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq")
+_FLOATS = ("fp32", "bf16", "fp16")
+_INTEGERS = SchemeSet(
+    dtypes=("int4", "int8"),
+    granularities=(GranularityKind.TENSOR, GranularityKind.CHANNEL, GranularityKind.GROUP),
+    zeros=tuple(ZeroKind),
+    act_order=True,
+    group_multiple=8,  # one 32-bit word of a column holds eight 4-bit codes, which must share a scale
+)
+#: Operands are widened to float32 exactly and summed in an order that depends on K alone.
+_EXACT = Numerics(deterministic=True, batch_invariant=True)
+#: bf16 output rounds to 8 significand bits: 2**-9 at most, about 1.7e-3 in the L2 sense; float32 output is near 1e-6.
+_BOUND = 4e-3
+
+
+def _same_dtype(spec: LinearSpec | MoESpec) -> tuple[Refusal, ...]:
+    if spec.output == spec.dtype:
+        return ()
+    return (Refusal("dtype.output", f"{spec.output} from {spec.dtype}", "writes the dtype of its input", f"ask for {spec.dtype} output"),)
+
+
+class LinearAVX512(LinearKernel):
+    """int4 and int8 weights, exact activations, AVX-512."""
+
+    name = "linear_avx512"
+    devices = ("cpu",)
+    isa = _AVX512
+    architectures = ()
+    schemes = _INTEGERS
+    numerics = _EXACT
+    dtypes = _FLOATS
+    out_dtypes = _FLOATS
+    epilogue = LinearEpilogue(bias=True, lora=False)
+    limits = ()
+    m_range = (1, None)
+    layout = LAYOUT
+    error_bound = _BOUND
+    priority = 200
+
+    def refusals(self, spec: LinearSpec, machine: Machine) -> tuple[Refusal, ...]:
+        return (*super().refusals(spec, machine), *_same_dtype(spec))
+
+    def prepare(self, spec: LinearSpec, weights: LinearWeights) -> CpuLinear:
+        from hal_backend_cpu.ops import CpuLinear
+
+        return CpuLinear(spec, weights, "avx512")
+
+
+class LinearAVX2(LinearAVX512):
+    """int4 and int8 weights, exact activations, AVX2."""
+
+    name = "linear_avx2"
+    isa = _AVX2
+    priority = 100
+
+    def prepare(self, spec: LinearSpec, weights: LinearWeights) -> CpuLinear:
+        from hal_backend_cpu.ops import CpuLinear
+
+        return CpuLinear(spec, weights, "avx2")
+
+
+class EmbeddingAVX512(EmbeddingKernel):
+    """Rows of an int4 or int8 table, and the head that is tied to it, AVX-512."""
+
+    name = "embedding_avx512"
+    devices = ("cpu",)
+    isa = _AVX512
+    architectures = ()
+    schemes = _INTEGERS
+    numerics = _EXACT
+    dtypes = _FLOATS
+    out_dtypes = _FLOATS
+    tied_head = True
+    limits = ()
+    m_range = (1, None)
+    layout = LAYOUT
+    error_bound = _BOUND
+    priority = 200
+
+    def prepare(self, spec: EmbeddingSpec, weights: LinearWeights) -> CpuEmbedding:
+        from hal_backend_cpu.ops import CpuEmbedding
+
+        return CpuEmbedding(spec, weights, "avx512")
+
+
+class EmbeddingAVX2(EmbeddingAVX512):
+    """Rows of an int4 or int8 table, and the head that is tied to it, AVX2."""
+
+    name = "embedding_avx2"
+    isa = _AVX2
+    priority = 100
+
+    def prepare(self, spec: EmbeddingSpec, weights: LinearWeights) -> CpuEmbedding:
+        from hal_backend_cpu.ops import CpuEmbedding
+
+        return CpuEmbedding(spec, weights, "avx2")
+
+
+class MoEAVX512(MoEKernel):
+    """A block of int4 or int8 experts, exact activations, AVX-512."""
+
+    name = "moe_avx512"
+    devices = ("cpu",)
+    isa = _AVX512
+    architectures = ()
+    schemes = _INTEGERS
+    numerics = _EXACT
+    dtypes = _FLOATS
+    out_dtypes = _FLOATS
+    routing = ("routed",)
+    epilogue = MoEEpilogue(
+        activations=ACTIVATIONS, alpha=True, limit=True, gated=True, ungated=True, bias=True, mixed_schemes=True, expert_map=True,
+        expert_parallel=True, router_weight_on_input=True, routed_scaling=True, shared_experts=False, lora=False,
+    )  # fmt: skip
+    limits = ()
+    m_range = (1, None)
+    layout = LAYOUT
+    error_bound = _BOUND
+    priority = 200
+
+    def refusals(self, spec: MoESpec, machine: Machine) -> tuple[Refusal, ...]:
+        out = [*super().refusals(spec, machine), *_same_dtype(spec)]
+        if spec.router_weight_on_input and spec.routed_scaling != 1.0:
+            # scaling goes into the router weights, which on the input would pass through the activation
+            fix = "scale the result outside the op"
+            out.append(Refusal("epilogue.routed_scaling", "routed scaling with router weight on input", "served one at a time", fix))
+        return tuple(out)
+
+    def prepare(self, spec: MoESpec, weights: MoEWeights) -> CpuMoE:
+        from hal_backend_cpu.ops import CpuMoE
+
+        return CpuMoE(spec, weights, "avx512")
+
+
+class MoEAVX2(MoEAVX512):
+    """A block of int4 or int8 experts, exact activations, AVX2."""
+
+    name = "moe_avx2"
+    isa = _AVX2
+    priority = 100
+
+    def prepare(self, spec: MoESpec, weights: MoEWeights) -> CpuMoE:
+        from hal_backend_cpu.ops import CpuMoE
+
+        return CpuMoE(spec, weights, "avx2")
+
+
+KERNELS = (LinearAVX512(), LinearAVX2(), EmbeddingAVX512(), EmbeddingAVX2(), MoEAVX512(), MoEAVX2())

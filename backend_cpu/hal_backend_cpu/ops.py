@@ -1,0 +1,134 @@
+"""The prepared ops: packed buffers, and one call of a registered native op on the hot path."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hal_core.dtypes import torch_dtype
+from hal_core.errors import ShapeError
+from hal_core.ops import MoEExperts, QuantEmbedding, QuantLinear, Routed
+from hal_core.reference.linear import check_weight
+from hal_core.reference.moe import check_moe_weights
+from torch import Tensor, nn
+
+from hal_backend_cpu import _native
+from hal_backend_cpu.layout import PackedMatrix
+
+if TYPE_CHECKING:
+    from hal_core.kernel import LinearWeights, MoEWeights
+    from hal_core.spec import EmbeddingSpec, LinearSpec, MoESpec
+
+__all__ = ["CpuEmbedding", "CpuLinear", "CpuMoE"]
+
+
+def _matmul(weight: PackedMatrix, x: Tensor, bias: Tensor | None, isa: str, out: Tensor | None) -> Tensor:
+    x = x if x.is_contiguous() else x.contiguous()
+    arguments = (x, *weight.arguments(), bias, weight.n, weight.k, weight.group, weight.scheme.bits, isa)
+    try:
+        if out is None:
+            return _native.ops.linear(*arguments)
+        _native.ops.linear_out(*arguments, out)
+    except (RuntimeError, NotImplementedError) as error:
+        raise ShapeError("cpu linear", _first_line(error)) from error
+    return out
+
+
+def _first_line(error: Exception) -> str:
+    # torch appends a C++ trace below the message
+    return str(error).splitlines()[0]
+
+
+class CpuLinear(QuantLinear):
+    """``y = x @ w.T + bias``: operands exact, float32 sums in a fixed order, one rounding."""
+
+    def __init__(self, spec: LinearSpec, weights: LinearWeights, isa: str) -> None:
+        super().__init__()
+        check_weight("linear", weights.weight, (spec.n, spec.k), spec.weights)
+        if (weights.bias is not None) != spec.bias or (spec.bias and tuple(weights.bias.shape) != (spec.n,)):
+            raise ShapeError("linear bias", "none" if weights.bias is None else str(list(weights.bias.shape)), f"the spec says bias={spec.bias}, n={spec.n}")
+        self.spec, self.isa = spec, isa
+        self.weight = PackedMatrix(weights.weight)
+        self.register_buffer("bias", None if weights.bias is None else weights.bias.float())
+
+    def compute(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        return _matmul(self.weight, x, self.bias, self.isa, out)
+
+    def update(self, weights: LinearWeights) -> None:
+        self.weight.update(weights.weight)
+        if self.bias is not None:
+            self.bias.copy_(weights.bias)
+
+
+class CpuEmbedding(QuantEmbedding):
+    """Rows of the packed table; the tied head multiplies by the same packed weights."""
+
+    def __init__(self, spec: EmbeddingSpec, weights: LinearWeights, isa: str) -> None:
+        super().__init__()
+        check_weight("embedding", weights.weight, (spec.rows, spec.dim), spec.weights)
+        self.spec, self.isa, self.dtype = spec, isa, torch_dtype(spec.dtype)
+        self.weight = PackedMatrix(weights.weight)
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        w = self.weight
+        try:
+            return _native.ops.lookup(ids.contiguous(), *w.arguments(), w.n, w.k, w.group, w.scheme.bits, self.dtype)
+        except (RuntimeError, NotImplementedError) as error:
+            raise ShapeError("cpu embedding", _first_line(error)) from error
+
+    def compute(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        return _matmul(self.weight, x, None, self.isa, out)
+
+    def update(self, weights: LinearWeights) -> None:
+        self.weight.update(weights.weight)
+
+
+class CpuMoE(MoEExperts):
+    """Routing, gate, up, activation, down and the weighted sum in one native call."""
+
+    def __init__(self, spec: MoESpec, weights: MoEWeights, isa: str) -> None:
+        super().__init__()
+        check_moe_weights(spec, weights)
+        self.spec, self.isa = spec, isa
+        self.gate = None if weights.gate is None else PackedMatrix(weights.gate)
+        self.up, self.down = PackedMatrix(weights.up), PackedMatrix(weights.down)
+        for name in ("gate_bias", "up_bias", "down_bias"):
+            bias = getattr(weights, name)
+            self.register_buffer(name, None if bias is None else bias.float())
+
+    def compute(self, x, routing, expert_map, out, workspace, reduce):  # noqa: ANN001, ANN201  typed in the base class
+        if not isinstance(x, Tensor) or not isinstance(routing, Routed):
+            raise ShapeError("cpu experts", f"{type(x).__name__} with {type(routing).__name__}", "give a tensor and Routed(topk_ids, topk_weights)")
+        s, a = self.spec, self.spec.activation
+        if (expert_map is not None) != s.expert_map:
+            raise ShapeError("experts expert_map", "given" if expert_map is not None else "missing", f"the spec says expert_map={s.expert_map}")
+        weights = routing.topk_weights if s.routed_scaling == 1.0 else routing.topk_weights * s.routed_scaling
+        gate = self.gate
+        try:
+            y = _native.ops.moe(
+                x.contiguous(), routing.topk_ids.contiguous(), weights.contiguous(),
+                *((None,) * 5 if gate is None else gate.arguments()), self.gate_bias,
+                *self.up.arguments(), self.up_bias, *self.down.arguments(), self.down_bias, expert_map, s.num_experts, s.intermediate,
+                0 if gate is None else gate.group, self.up.group, self.down.group,
+                0 if gate is None else gate.scheme.bits, self.up.scheme.bits, self.down.scheme.bits,
+                a.kind, a.alpha, a.limit, s.router_weight_on_input, reduce, self.isa,
+            )  # fmt: skip
+        except (RuntimeError, NotImplementedError) as error:
+            raise ShapeError("cpu experts", _first_line(error)) from error
+        if out is None:
+            return y
+        if out.shape != y.shape or out.dtype != y.dtype:
+            raise ShapeError("experts out", f"{out.dtype} {list(out.shape)}", f"give {y.dtype} {list(y.shape)}")
+        return out.copy_(y)
+
+    def workspace_size(self, max_tokens: int) -> int:
+        return 0  # the op keeps its own bounded scratch
+
+    def update(self, weights: MoEWeights) -> None:
+        check_moe_weights(self.spec, weights)
+        for name in ("gate", "up", "down"):
+            matrix: nn.Module | None = getattr(self, name)
+            if matrix is not None:
+                matrix.update(getattr(weights, name))
+        for name in ("gate_bias", "up_bias", "down_bias"):
+            if getattr(self, name) is not None:
+                getattr(self, name).copy_(getattr(weights, name))
