@@ -12,6 +12,7 @@ from hal_core.schemes import ActivationScheme, WeightScheme
 
 __all__ = [
     "ACTIVATIONS",
+    "FLOATS",
     "OPS",
     "ROUTING_FORMS",
     "Activation",
@@ -28,7 +29,8 @@ OPS = ("linear", "moe", "embedding", "kv")
 #: silu, gelu, gelu_tanh: act(gate) * up. swiglu_oai: (up + 1) * gate * sigmoid(alpha * gate). relu2: relu(up)^2.
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_oai", "relu2")
 ROUTING_FORMS = ("routed", "grouped", "batched")
-_FLOATS = ("fp32", "bf16", "fp16")
+#: Types of activations and outputs.
+FLOATS = ("fp32", "bf16", "fp16")
 #: No dimension of a real model comes near; a larger number is a mistake or an attack.
 _MAX_DIM = 1 << 31
 
@@ -54,6 +56,8 @@ class Activation:
 
     def __post_init__(self) -> None:
         _check_word("activation.kind", self.kind, ACTIVATIONS)
+        if self.alpha is not None and self.kind != "swiglu_oai":
+            raise ValueDecodeError("activation.alpha", f"{self.alpha} with {self.kind}", "alpha is the sigmoid slope of swiglu_oai only")
         if self.limit is not None and self.limit <= 0:
             raise ValueDecodeError("activation.limit", f"{self.limit} is not positive", "leave it out for no limit")
 
@@ -67,6 +71,7 @@ class Activation:
 class LinearSpec:
     """``y [.., n] = x [.., k] @ w [n, k].T + bias``."""
 
+    __json_tag__: ClassVar[str] = "op"
     op: ClassVar[str] = "linear"
     n: int
     k: int
@@ -80,8 +85,8 @@ class LinearSpec:
 
     def __post_init__(self) -> None:
         _check_dims("LinearSpec", n=self.n, k=self.k)
-        _check_word("LinearSpec.dtype", self.dtype, _FLOATS)
-        _check_word("LinearSpec.out_dtype", self.output, _FLOATS)
+        _check_word("LinearSpec.dtype", self.dtype, FLOATS)
+        _check_word("LinearSpec.out_dtype", self.output, FLOATS)
 
     @property
     def output(self) -> str:
@@ -95,6 +100,7 @@ class LinearSpec:
 class EmbeddingSpec:
     """Row look-up in a quantized table ``[rows, dim]``; with ``tied_head`` the same weights are also the output head."""
 
+    __json_tag__: ClassVar[str] = "op"
     op: ClassVar[str] = "embedding"
     rows: int
     dim: int
@@ -105,7 +111,7 @@ class EmbeddingSpec:
 
     def __post_init__(self) -> None:
         _check_dims("EmbeddingSpec", rows=self.rows, dim=self.dim)
-        _check_word("EmbeddingSpec.dtype", self.dtype, _FLOATS)
+        _check_word("EmbeddingSpec.dtype", self.dtype, FLOATS)
 
     @property
     def output(self) -> str:
@@ -122,6 +128,7 @@ class MoESpec:
     num_experts counts global ids; local_experts those whose weights are here (default: all); ``gate`` is None when ungated.
     """
 
+    __json_tag__: ClassVar[str] = "op"
     op: ClassVar[str] = "moe"
     num_experts: int
     top_k: int
@@ -147,8 +154,8 @@ class MoESpec:
     def __post_init__(self) -> None:
         _check_dims("MoESpec", num_experts=self.num_experts, top_k=self.top_k, hidden=self.hidden, intermediate=self.intermediate)
         _check_dims("MoESpec", local_experts=self.local)
-        _check_word("MoESpec.dtype", self.dtype, _FLOATS)
-        _check_word("MoESpec.out_dtype", self.output, _FLOATS)
+        _check_word("MoESpec.dtype", self.dtype, FLOATS)
+        _check_word("MoESpec.out_dtype", self.output, FLOATS)
         _check_word("MoESpec.routing", self.routing, ROUTING_FORMS)
         if self.top_k > self.num_experts or self.local > self.num_experts:
             raise ValueDecodeError("MoESpec", f"top_k {self.top_k} or local_experts {self.local} exceeds num_experts {self.num_experts}")
@@ -181,6 +188,7 @@ class MoESpec:
 class KVCacheSpec:
     """A paged key/value cache of one layer: element schemes, page size in tokens, attention shape."""
 
+    __json_tag__: ClassVar[str] = "op"
     op: ClassVar[str] = "kv"
     num_heads: int
     num_kv_heads: int
@@ -193,7 +201,7 @@ class KVCacheSpec:
 
     def __post_init__(self) -> None:
         _check_dims("KVCacheSpec", num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, page_size=self.page_size)
-        _check_word("KVCacheSpec.dtype", self.dtype, _FLOATS)
+        _check_word("KVCacheSpec.dtype", self.dtype, FLOATS)
         if self.num_heads % self.num_kv_heads:
             raise ValueDecodeError("KVCacheSpec.num_heads", f"{self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
 
@@ -213,7 +221,7 @@ _SPECS: dict[str, type[LinearSpec] | type[MoESpec] | type[EmbeddingSpec] | type[
 
 def spec_to_json(spec: Spec) -> JsonValue:
     """The spec's fields with its ``op``."""
-    return {"op": spec.op, **to_json(spec)}
+    return to_json(spec)
 
 
 def spec_from_json(data: JsonValue) -> Spec:
@@ -222,8 +230,7 @@ def spec_from_json(data: JsonValue) -> Spec:
     Raises:
         ValueDecodeError: unknown op, unknown field, wrong type.
     """
-    if not isinstance(data, dict) or data.get("op") not in _SPECS:
-        found = data.get("op") if isinstance(data, dict) else data
-        raise ValueDecodeError("spec.op", f"{found!r} is unknown", f"use one of {', '.join(_SPECS)}")
-    fields = {name: value for name, value in data.items() if name != "op"}
-    return from_json(_SPECS[data["op"]], fields)
+    op = data.get("op") if isinstance(data, dict) else data
+    if not isinstance(op, str) or op not in _SPECS or not isinstance(data, dict):
+        raise ValueDecodeError("spec.op", f"{op!r} is unknown", f"use one of {', '.join(_SPECS)}")
+    return from_json(_SPECS[op], data)

@@ -34,7 +34,7 @@ def activate(activation: Activation, up: Tensor, gate: Tensor | None) -> Tensor:
 def _plain(activation: Activation, x: Tensor) -> Tensor:
     kind = activation.kind
     if kind == "silu":
-        return functional.silu(x) if activation.alpha is None else x * torch.sigmoid(activation.alpha * x)
+        return functional.silu(x)
     if kind == "relu2":
         return functional.relu(x).square()
     return functional.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")

@@ -1,0 +1,105 @@
+"""What the commands share: consoles, options, JSON output, progress bars, memory readings."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from hal_core.errors import SettingError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = [
+    "CHECKPOINT",
+    "JSON",
+    "NUMERICS",
+    "OUT",
+    "POLICY",
+    "check_output",
+    "console",
+    "examples",
+    "human_bytes",
+    "module_pattern",
+    "peak_memory_bytes",
+    "print_json",
+    "progress_bar",
+]
+
+CHECKPOINT = Annotated[str, typer.Argument(metavar="CKPT", help="A checkpoint folder, or a .gguf file.", show_default=False)]
+JSON = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+POLICY = Annotated[
+    str | None,
+    typer.Option(help="auto, prefer:NAME or require:NAME; NAME is a backend, backend.kernel or a glob, with an optional op scope.", show_default="auto"),
+]
+NUMERICS = Annotated[str, typer.Option(help="Activation numerics to tolerate: exact, checkpoint or int8.")]
+OUT = Annotated[Path, typer.Option("--out", help="The safetensors file to write.", show_default=False)]
+
+
+def console(stderr: bool = False) -> Console:
+    """A console of the current stream, so that redirection and tests see what is printed. Pipes get plain wide text."""
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(file=stream, highlight=False, width=None if stream.isatty() else 160, soft_wrap=not stream.isatty())
+
+
+def examples(*lines: str) -> str:
+    """The epilogue of a command's help."""
+    return "[bold]Examples[/bold]\n\n" + "\n\n".join(f"  $ {line}" for line in lines)
+
+
+def print_json(data: Any) -> None:
+    """One JSON document on standard output."""
+    typer.echo(json.dumps(data, indent=2, allow_nan=False))
+
+
+def human_bytes(count: float) -> str:
+    """Bytes in decimal units, as memory and file sizes are sold."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.2f} TB"
+
+
+def module_pattern(name: str) -> str:
+    """A module's name with its indices as ``*``, so that equal layers fall together."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def check_output(path: Path) -> Path:
+    """Refuse an output that could not be written, before any work is done."""
+    if path.is_dir():
+        raise SettingError(f"--out {path}", "is a folder", "name a file")
+    if not path.absolute().parent.is_dir():
+        raise SettingError(f"--out {path}", "its folder does not exist", "make the folder first")
+    return path
+
+
+@contextmanager
+def progress_bar(title: str, quiet: bool) -> Iterator[Callable[[int, int, str], None] | None]:
+    """A byte progress bar on standard error; yields the callback ``(done, total, name)``."""
+    if quiet:
+        yield None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total, _name: bar.update(task, completed=done, total=total)
+
+
+def peak_memory_bytes() -> int | None:
+    """Largest resident set of this process so far; None where the system does not say."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux kibibytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

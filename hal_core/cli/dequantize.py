@@ -1,0 +1,30 @@
+"""``hal dequantize``: a quantized checkpoint as float32 weights under their published names."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hal_core.cli.common import CHECKPOINT, JSON, OUT, check_output, console, examples, human_bytes, print_json, progress_bar
+
+if TYPE_CHECKING:
+    import typer
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+
+    @app.command("dequantize", epilog=examples("hal dequantize model.gguf --out model-fp32.safetensors"))
+    def dequantize_command(checkpoint: CHECKPOINT, out: OUT, as_json: JSON = False) -> None:
+        """Write every parameter in float32, with the names and shapes of the published unquantized checkpoint."""
+        from hal_core.dequantize import dequantize_checkpoint
+
+        target = check_output(out)
+        with progress_bar("dequantizing", as_json) as progress:
+            dequantize_checkpoint(checkpoint, target, progress=progress)
+        size = target.stat().st_size
+        if as_json:
+            print_json({"checkpoint": checkpoint, "out": str(target), "bytes": size})
+        else:
+            console().print(f"wrote {target} ({human_bytes(size)})")

@@ -1,0 +1,83 @@
+"""``hal logits``: the logits of a prompt given as token ids, for comparing kernels and checkpoints."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hal_core.cli.common import CHECKPOINT, JSON, NUMERICS, OUT, POLICY, check_output, console, examples, print_json, progress_bar
+from hal_core.errors import SettingError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+__all__ = ["register"]
+
+
+def parse_ids(text: str) -> list[int]:
+    """``"1,2,3"`` to ``[1, 2, 3]``."""
+    try:
+        ids = [int(part) for part in text.replace(",", " ").split()]
+    except ValueError as error:
+        raise SettingError(f"--ids {text!r}", "not a list of integers", "write them as 1,2,3") from error
+    if not ids:
+        raise SettingError("--ids", "is empty", "write them as 1,2,3")
+    return ids
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+
+    @app.command("logits", epilog=examples("hal logits CKPT --ids 1,2,3 --out logits.safetensors --policy require:reference"))
+    def logits_command(
+        checkpoint: CHECKPOINT,
+        ids: Annotated[str, typer.Option(help="Token ids, as 1,2,3.", show_default=False)],
+        out: OUT,
+        policy: POLICY = None,
+        numerics: NUMERICS = "exact",
+        as_json: JSON = False,
+    ) -> None:
+        """Run the model once in float32 and write its logits: key 'logits', float32 [1, T, vocab]."""
+        import hal_core
+
+        tokens = parse_ids(ids)
+        target = check_output(out)
+        with progress_bar("loading", as_json) as progress:
+            model = hal_core.load(checkpoint, policy=policy, numerics=numerics, dtype="fp32", progress=progress)
+        values = compute_logits(model, tokens)
+        write_logits(target, values, model.hal)
+        summary = {
+            "checkpoint": checkpoint, "out": str(target), "shape": list(values.shape), "kernels": model.hal.kernels(),
+            "numerics": model.hal.numerics, "policy": model.hal.policy,
+        }  # fmt: skip
+        if as_json:
+            print_json(summary)
+        else:
+            console().print(f"wrote {target}: logits {list(values.shape)}; {model.hal}")
+
+
+def compute_logits(model: Any, tokens: list[int]) -> Tensor:
+    """Logits ``[1, T, vocab]`` float32 of one sequence; an id outside the vocabulary is an error."""
+    import torch
+
+    vocab = model.config.vocab_size
+    wrong = [(i, token) for i, token in enumerate(tokens) if not 0 <= token < vocab]
+    if wrong:
+        raise SettingError(f"token id {wrong[0][1]} at position {wrong[0][0]}", f"the vocabulary has {vocab}", f"ids run from 0 to {vocab - 1}")
+    with torch.inference_mode():
+        return model(input_ids=torch.tensor([tokens]), use_cache=False).logits.float().clone()  # type: ignore[no-any-return]
+
+
+def write_logits(target: Path, values: Tensor, report: Any) -> None:
+    """Write beside the target and rename, so that a broken write leaves nothing under its name."""
+    from safetensors.torch import save_file
+
+    part = target.with_name(f".{target.name}.part")
+    try:
+        save_file({"logits": values.contiguous()}, part, metadata={"producer": "hal-core", "kernels": str(report.kernels())})
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)
