@@ -13,6 +13,7 @@ __all__ = [
     "ContractError",
     "FormatError",
     "HalError",
+    "HalWarning",
     "MissingDependencyError",
     "NoKernelError",
     "PolicyError",
@@ -35,6 +36,10 @@ class HalError(Exception):
         self.asked, self.found, self.fix = asked, found, fix
         message = asked if not found else f"{asked}: {found}"
         super().__init__(f"{message}; {fix}" if fix else message)
+
+
+class HalWarning(UserWarning):
+    """Something works in another way than was hoped for; the message says why and what to change."""
 
 
 class FormatError(HalError):
@@ -70,6 +75,9 @@ class NoKernelError(HalError):
 
     def __init__(self, asked: str, refusals: Sequence[tuple[str, Sequence[Refusal]]], fix: str = "") -> None:
         self.refusals = tuple((name, tuple(reasons)) for name, reasons in refusals)
-        lines = [f"  {name}: {reason}" for name, reasons in self.refusals for reason in reasons]
+        # Those that only the policy excludes say nothing about the problem: one line for all.
+        only_policy = [name for name, reasons in self.refusals if {reason.code for reason in reasons} == {"policy.excluded"}]
+        lines = [f"  {name}: {reason}" for name, reasons in self.refusals for reason in reasons if reason.code != "policy.excluded"]
+        lines += [f"  excluded by the policy: {', '.join(only_policy)}"] if only_policy else []
         found = "no kernel accepts it" + ("\n" + "\n".join(lines) if lines else " (none is registered for this op)")
         super().__init__(asked, found, fix)

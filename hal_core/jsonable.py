@@ -1,6 +1,8 @@
 """Strict JSON for frozen dataclasses: unknown fields, wrong types and missing fields are errors with a path.
 
 Nothing is coerced: a float is not an int, a string is not a number. Non-finite floats are refused.
+A class may name one of its class attributes in ``__json_tag__``: it is written as a field, and tells the arms of a
+union apart, so that an error is reported against the right one.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import dataclasses
 import functools
 import json
 import math
+import reprlib
 import types
 import typing
 from enum import Enum
@@ -25,7 +28,9 @@ T = TypeVar("T")
 def to_json(value: object) -> JsonValue:
     """Plain JSON types of a value made of frozen dataclasses, enums, tuples and scalars."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        tag = getattr(value, "__json_tag__", None)
+        tagged = {tag: getattr(value, tag)} if tag else {}
+        return {**tagged, **{f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}}
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, (tuple, list)):
@@ -61,6 +66,7 @@ def from_json(cls: type[T], data: JsonValue, where: str = "$") -> T:
         raise _mismatch(where, f"an object ({cls.__name__})", data)
     hints = _hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cast(Any, cls))}
+    data = _without_tag(cls, data, where)
     for key in data:
         if key not in fields:
             raise ValueDecodeError(f"{where}.{key}", f"unknown field of {cls.__name__}", f"known fields: {', '.join(fields)}")
@@ -76,14 +82,23 @@ def from_json(cls: type[T], data: JsonValue, where: str = "$") -> T:
         raise ValueDecodeError(where, str(error)) from error
 
 
+def _without_tag(cls: type, data: dict[str, JsonValue], where: str) -> dict[str, JsonValue]:
+    tag = getattr(cls, "__json_tag__", None)
+    if tag is None or tag not in data:
+        return data
+    if data[tag] != getattr(cls, tag):
+        raise _mismatch(f"{where}.{tag}", repr(getattr(cls, tag)), data[tag])
+    return {key: value for key, value in data.items() if key != tag}
+
+
 @functools.cache
 def _hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
 def _mismatch(where: str, wanted: str, data: JsonValue) -> ValueDecodeError:
-    shown = repr(data)
-    return ValueDecodeError(where, f"expected {wanted}, found {shown if len(shown) < 80 else shown[:77] + '...'}")
+    # reprlib bounds depth and length: the data may be hostile.
+    return ValueDecodeError(where, f"expected {wanted}, found {reprlib.repr(data)}")
 
 
 def _decode(hint: Any, data: JsonValue, where: str) -> Any:
@@ -106,6 +121,9 @@ def _decode_optional(hint: Any, data: JsonValue, where: str) -> Any:
     arms = [arm for arm in typing.get_args(hint) if arm is not type(None)]
     if data is None and len(arms) < len(typing.get_args(hint)):
         return None
+    tags = {getattr(arm, "__json_tag__", None) for arm in arms}
+    if len(arms) > 1 and None not in tags:
+        return from_json(_tagged_arm(arms, data, where), data, where)
     errors = []
     for arm in arms:
         try:
@@ -113,6 +131,15 @@ def _decode_optional(hint: Any, data: JsonValue, where: str) -> Any:
         except ValueDecodeError as error:
             errors.append(error)
     raise errors[0]
+
+
+def _tagged_arm(arms: list[Any], data: JsonValue, where: str) -> type:
+    tag = arms[0].__json_tag__
+    known = {getattr(arm, tag): arm for arm in arms}
+    word = data.get(tag) if isinstance(data, dict) else None
+    if not isinstance(word, str) or word not in known:
+        raise _mismatch(f"{where}.{tag}", "one of " + ", ".join(map(repr, known)), word if isinstance(data, dict) else data)
+    return cast(type, known[word])
 
 
 def _decode_tuple(hint: Any, data: JsonValue, where: str) -> tuple[Any, ...]:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from hal_core.canonical import QuantizedTensor
     from hal_core.machine import Machine
+    from hal_core.selection import Padding, Transform
     from hal_core.spec import Spec
 
 __all__ = [
@@ -85,13 +86,13 @@ class ShapeLimit:
     most: int | None = None
 
     def refusals(self, spec: Spec) -> tuple[Refusal, ...]:
-        size = getattr(spec, self.dim)
+        size, out = getattr(spec, self.dim), []
         if size % self.multiple:
-            return (Refusal("shape.multiple", f"{self.dim}={size}", f"needs a multiple of {self.multiple}", "pad the dimension, or shard otherwise"),)
+            out.append(Refusal("shape.multiple", f"{self.dim}={size}", f"needs a multiple of {self.multiple}", "pad the dimension, or shard otherwise"))
         if size < self.least or (self.most is not None and size > self.most):
             top = "no limit" if self.most is None else str(self.most)
-            return (Refusal("shape.range", f"{self.dim}={size}", f"serves {self.least} to {top}", "use another backend"),)
-        return ()
+            out.append(Refusal("shape.range", f"{self.dim}={size}", f"serves {self.least} to {top}", "use another backend"))
+        return tuple(out)
 
 
 @dataclass(frozen=True)
@@ -181,13 +182,21 @@ class Kernel(ABC, Generic[S]):
     def prepare(self, spec: S, weights: Any) -> nn.Module:
         """Pack canonical weights into this kernel's layout and return the op."""
 
+    def transforms(self, spec: S) -> tuple[Transform, ...]:
+        """Changes of the stored weights that lose information; a kernel that rescales or recasts lists them here."""
+        return ()
+
+    def padding(self, spec: S) -> tuple[Padding, ...]:
+        """Dimensions of ``spec`` that this kernel widens in its packed form."""
+        return ()
+
     def _device_refusals(self, machine: Machine) -> tuple[Refusal, ...]:
         kinds = {device.kind for device in machine.devices}
         if "any" not in self.devices and not kinds.intersection(self.devices):
             wanted, seen = " or ".join(self.devices), ", ".join(sorted(kinds)) or "none"
             return (Refusal("device.missing", f"a {wanted} device", f"devices: {seen}", "run on a machine with one"),)
         out = [
-            Refusal("device.isa", feature, machine.why_not(feature), "run on a processor that has it, or use another kernel")
+            Refusal("device.isa", feature, machine.why_not(feature), machine.remedy(feature))
             for feature in self.isa
             if feature not in machine.isa
         ]

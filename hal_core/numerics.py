@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from hal_core.errors import ValueDecodeError
 from hal_core.refusal import Refusal
 from hal_core.schemes import ActivationScheme, Granularity
 
-__all__ = ["ActivationQuant", "Numerics", "numerics_from_word", "outside"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["ActivationQuant", "Numerics", "combined", "numerics_from_word", "outside"]
 
 #: Significand bits including the hidden one: the coarseness of rounding an operand or a sum.
 _SIGNIFICAND = {"fp32": 24, "tf32": 11, "fp16": 11, "bf16": 8}
 #: An fp16 operand in bf16 loses digits, a bf16 operand in fp16 loses range: neither contains the other.
-_CONTAINS = {"fp32": ("fp32", "tf32", "fp16", "bf16"), "tf32": ("tf32",), "fp16": ("fp16",), "bf16": ("bf16",)}
+_CONTAINS = {"fp32": ("fp32", "tf32", "fp16", "bf16"), "tf32": ("tf32", "fp16", "bf16"), "fp16": ("fp16",), "bf16": ("bf16",)}
 
 
 @dataclass(frozen=True, order=True)
@@ -102,6 +106,22 @@ def outside(request: Numerics, does: Numerics, dtype: str) -> tuple[Refusal, ...
     if request.batch_invariant and not does.batch_invariant:
         refusals.append(Refusal("numerics.batch_invariant", "batch-invariant results", "no such promise", "drop batch_invariant"))
     return tuple(refusals)
+
+
+def combined(parts: Sequence[Numerics]) -> Numerics:
+    """What is done where different kernels serve different batch sizes: the loosest of each; never batch-invariant together."""
+    if len(parts) == 1:
+        return parts[0]
+    operands = {part.operand for part in parts}
+    coarsest = min(operands - {"own"}, key=lambda name: _SIGNIFICAND[name], default="own")
+    return Numerics(
+        activations=tuple(sorted({a for part in parts for a in part.activations})),
+        weights="rescaled" if any(part.weights == "rescaled" for part in parts) else "as_stored",
+        operand=coarsest,
+        accumulation=min((part.accumulation for part in parts), key=lambda name: _SIGNIFICAND[name]),
+        deterministic=all(part.deterministic for part in parts),
+        batch_invariant=False,
+    )
 
 
 _INT8 = (ActivationQuant("int8", "token"),)

@@ -49,6 +49,7 @@ CODES: dict[str, str] = {
     "routing.form": "The kernel does not take routing in this form, and no adapter converts it.",
     "shape.multiple": "A dimension is not a multiple of what the kernel needs.",
     "shape.range": "A dimension is outside the range that the kernel serves.",
+    "shape.rows": "The kernel serves only some batch sizes, and no kernel that shares its layout serves the rest.",
     "op.unsupported": "The backend has no kernel for this kind of op.",
     "policy.excluded": "The policy names other kernels.",
 }

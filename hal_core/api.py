@@ -1,0 +1,123 @@
+"""The functions of ``hal_core``: the pure ones of the other modules, applied to this process's backends, machine and policy."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from hal_core.errors import HalWarning
+from hal_core.explain import Explanation, explain_from
+from hal_core.machine import Machine
+from hal_core.policy import Policy, current_policy, use_policy
+from hal_core.probe import Probe, probe_from
+from hal_core.registry import BackendRow, default_registry
+from hal_core.select import candidates_from, select_from
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from hal_core.formats.base import Checkpoint
+    from hal_core.kernel import LinearWeights, MoEWeights
+    from hal_core.ops import Op
+    from hal_core.selection import Candidate, Selection
+    from hal_core.spec import Spec
+
+__all__ = ["backends", "candidates", "explain", "load", "open_checkpoint", "policy", "prepare", "probe", "refresh", "select"]
+
+_log = logging.getLogger("hal_core")
+_told: set[tuple[str, ...]] = set()
+_told_lock = threading.Lock()
+
+
+def probe() -> Probe:
+    """This machine and every installed backend with its verdict; creates no device context."""
+    return probe_from(Machine.detect(), default_registry().rows())
+
+
+def backends() -> tuple[BackendRow, ...]:
+    """Every installed backend, healthy or not, with the reasons of those that are not."""
+    return default_registry().rows()
+
+
+def refresh() -> None:
+    """Look for backends again, e.g. after a wheel was installed in this process's environment."""
+    default_registry().refresh()
+
+
+def candidates(spec: Spec, machine: Machine | None = None, policy: Policy | str | None = None) -> tuple[Candidate, ...]:
+    """Every kernel that is registered for the spec's kind of op, with its verdict; the chosen ones first.
+
+    Raises:
+        PolicyError: the policy does not parse, or requires what is not there.
+    """
+    registry = default_registry()
+    return candidates_from(spec, machine or Machine.detect(), current_policy(policy), registry.kernels(), registry.rows())
+
+
+def select(spec: Spec, machine: Machine | None = None, policy: Policy | str | None = None) -> Selection:
+    """The kernels that serve ``spec``; warns once where a preference was not met or only the reference could serve.
+
+    Args:
+        machine: the machine to decide for; None for this one.
+        policy: overrides the ``with hal.policy(..)`` block and ``HAL_POLICY``.
+
+    Raises:
+        NoKernelError: nothing may serve it; the message gives every candidate's reasons.
+        PolicyError: the policy does not parse, or requires what is not there.
+    """
+    registry = default_registry()
+    selection = select_from(spec, machine or Machine.detect(), current_policy(policy), registry.kernels(), registry.rows())
+    _tell(selection)
+    return selection
+
+
+def explain(spec: Spec, machine: Machine | None = None, policy: Policy | str | None = None) -> Explanation:
+    """What would serve ``spec``, and why each other candidate would not; a lack of kernels is part of the answer."""
+    registry = default_registry()
+    return explain_from(spec, machine or Machine.detect(), current_policy(policy), registry.kernels(), registry.rows())
+
+
+def prepare(spec: Spec, weights: LinearWeights | MoEWeights, policy: Policy | str | None = None) -> Op:
+    """Select a kernel on this machine, pack the canonical weights for it, and return the op, which carries its selection.
+
+    Raises:
+        NoKernelError, PolicyError: as :func:`select`. ShapeError: the weights do not fit the spec.
+    """
+    selection = select(spec, policy=policy)
+    op: Any = default_registry().kernel(selection.kernel).prepare(spec, weights)
+    op.selection = selection
+    return op  # type: ignore[no-any-return]
+
+
+def policy(text: Policy | str) -> AbstractContextManager[Policy]:
+    """``with hal.policy("require:cpu"):`` selections inside follow it, per thread and per task."""
+    return use_policy(text)
+
+
+def load(path: Any, *args: Any, **options: Any) -> Any:
+    """A ``transformers`` model of a quantized checkpoint; see :func:`hal_core.integrations.transformers.load`."""
+    from hal_core.integrations.transformers import load as load_model
+
+    return load_model(path, *args, **options)
+
+
+def open_checkpoint(path: Any) -> Checkpoint:
+    """An opened checkpoint (folder or single file): names and schemes now, tensors on demand."""
+    from hal_core.formats import open_checkpoint as open_format
+
+    return open_format(path)
+
+
+def _tell(selection: Selection) -> None:
+    """Warn of a selection's notes, the first time that they are made."""
+    if not selection.notes:
+        return
+    with _told_lock:
+        if selection.notes in _told:
+            return
+        _told.add(selection.notes)
+    for note in selection.notes:
+        _log.warning("%s", note)
+        warnings.warn(note, HalWarning, stacklevel=3)

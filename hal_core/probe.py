@@ -1,0 +1,62 @@
+"""What is here: the machine, every backend with its verdict, and what could be installed for what was seen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hal_core.jsonable import JsonValue, dumps, loads, to_json
+from hal_core.machine import Machine
+from hal_core.manifest import INSTALL_HINTS
+from hal_core.registry import BackendRow
+from hal_core.version import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["Probe", "probe_from"]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """hints: devices that were seen without a backend for them, with the command that installs one."""
+
+    hal_core: str
+    machine: Machine
+    backends: tuple[BackendRow, ...]
+    hints: tuple[str, ...] = ()
+
+    @classmethod
+    def from_json(cls, text: str) -> Probe:
+        """Decode the JSON text that :meth:`dumps` wrote."""
+        return loads(cls, text)
+
+    def to_json(self) -> JsonValue:
+        """Plain JSON types."""
+        return to_json(self)
+
+    def dumps(self, indent: int | None = 2) -> str:
+        """JSON text."""
+        return dumps(self, indent)
+
+    def __str__(self) -> str:
+        lines = [f"hal-core {self.hal_core}", "", str(self.machine), "", "backends"]
+        width = max((len(row.name) for row in self.backends), default=0)
+        for row in self.backends:
+            kernels = f"{len(row.kernels)} kernel{'s' * (len(row.kernels) != 1)}: {', '.join(row.kernels)}" if row.kernels else "no kernels"
+            lines.append(f"  {row.name:{width}}  {row.status:9}  {row.distribution} {row.version}  {kernels if row.loaded else ''}".rstrip())
+            lines += [f"  {'':{width}}  {reason}" for reason in row.refusals]
+        lines += [f"hint: {hint}" for hint in self.hints]
+        return "\n".join(lines)
+
+
+def probe_from(machine: Machine, rows: Sequence[BackendRow]) -> Probe:
+    """A probe of given facts and backends."""
+    named = {row.name for row in rows}
+    seen = dict.fromkeys(device.kind for device in machine.devices)
+    hints = []
+    for kind in seen:
+        if kind in INSTALL_HINTS and kind not in named:
+            devices = ", ".join(dict.fromkeys(device.name for device in machine.devices if device.kind == kind))
+            hints.append(f"{devices} seen, and no {kind} backend is installed: {INSTALL_HINTS[kind]}")
+    return Probe(__version__, machine, tuple(rows), tuple(hints))

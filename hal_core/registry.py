@@ -1,0 +1,240 @@
+"""Finds the backends that are installed. Each is judged by its manifest before import; a bad one is a row with its reason."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import threading
+from dataclasses import dataclass
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from hal_core.contract import checked_kernels
+from hal_core.kernel import Kernel
+from hal_core.machine import Machine
+from hal_core.manifest import BackendManifest, read_manifest
+from hal_core.refusal import Refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+__all__ = ["GROUP", "REFERENCE", "BackendRow", "RegisteredKernel", "Registry", "default_registry"]
+
+GROUP = "hal_core.backends"
+REFERENCE = "reference"
+_REFERENCE_OBJECT = ("hal_core.reference.backend", "backend")
+_log = logging.getLogger("hal_core.registry")
+
+
+@dataclass(frozen=True)
+class BackendRow:
+    """One installed backend. status: ``ready``; ``no_device`` (loaded, and this machine has no device for it);
+    ``refused`` (by its manifest, not imported); ``failed`` (raised, or registered something invalid).
+    """
+
+    name: str
+    distribution: str
+    version: str
+    status: str
+    refusals: tuple[Refusal, ...] = ()
+    manifest: BackendManifest | None = None
+    kernels: tuple[str, ...] = ()
+
+    @property
+    def loaded(self) -> bool:
+        """Whether its kernels are registered."""
+        return self.status in ("ready", "no_device")
+
+
+@dataclass(frozen=True, eq=False)
+class RegisteredKernel:
+    """A kernel under its full name ``backend.kernel``."""
+
+    name: str
+    backend: str
+    kernel: Kernel[Any]
+
+
+@dataclass(frozen=True)
+class _Owner:
+    name: str
+    distribution: str
+    version: str
+
+    def __str__(self) -> str:
+        return f"backend {self.name!r} ({self.distribution} {self.version})".replace(" )", ")")
+
+
+class Registry:
+    """The backends of this process, loaded on first use and kept.
+
+    Args:
+        entry_points: those to use; None for all installed in group ``hal_core.backends``.
+        machine: the machine of this process; None to detect it when first needed.
+        reference: whether to include the built-in reference backend.
+    """
+
+    def __init__(
+        self, entry_points: Iterable[metadata.EntryPoint] | None = None, machine: Machine | None = None, *, reference: bool = True
+    ) -> None:
+        self._given = None if entry_points is None else tuple(entry_points)
+        self._machine, self._reference = machine, reference
+        self._lock = threading.RLock()
+        self._loaded: tuple[tuple[BackendRow, ...], tuple[RegisteredKernel, ...]] | None = None
+
+    def rows(self) -> tuple[BackendRow, ...]:
+        """Every backend found, healthy or not, sorted by name; the reference backend last."""
+        return self._load()[0]
+
+    def kernels(self) -> tuple[RegisteredKernel, ...]:
+        """Kernels of the loaded backends, sorted by full name."""
+        return self._load()[1]
+
+    def kernel(self, name: str) -> Kernel[Any]:
+        """The kernel of a full name.
+
+        Raises:
+            KeyError: not registered.
+        """
+        for registered in self.kernels():
+            if registered.name == name:
+                return registered.kernel
+        raise KeyError(name)
+
+    def refresh(self) -> None:
+        """Look again at the next use, e.g. after a wheel was installed; modules already imported stay as they are."""
+        with self._lock:
+            importlib.invalidate_caches()
+            self._loaded = None
+
+    def _load(self) -> tuple[tuple[BackendRow, ...], tuple[RegisteredKernel, ...]]:
+        with self._lock:
+            if self._loaded is None:
+                self._loaded = self._read()
+            return self._loaded
+
+    def _read(self) -> tuple[tuple[BackendRow, ...], tuple[RegisteredKernel, ...]]:
+        machine = self._machine or Machine.detect()
+        found, rows = _installed() if self._given is None else (self._given, ())
+        # A fixed order, so that the same one of two equal names wins whatever the order of sys.path.
+        ordered = sorted(found, key=lambda ep: (ep.name, _owner(ep).distribution, ep.value))
+        table, kernels = list(rows), list[RegisteredKernel]()
+        taken = {REFERENCE: _Owner(REFERENCE, "hal-core", "")}
+        for entry_point in ordered:
+            row, new = _row_of(entry_point, machine, taken)
+            table.append(row)
+            kernels += new
+            if row.loaded:
+                taken[row.name] = _owner(entry_point)
+        table.sort(key=lambda row: (row.name, row.distribution))
+        if self._reference:
+            row, new = _reference_row(machine)
+            table.append(row)
+            kernels += new
+        return tuple(table), tuple(sorted(kernels, key=lambda k: k.name))
+
+
+def _installed() -> tuple[tuple[metadata.EntryPoint, ...], tuple[BackendRow, ...]]:
+    """Entry points of all distributions, each read on its own: one broken metadata folder must not hide the others."""
+    found, rows, seen = [], [], set()
+    for dist in metadata.distributions():
+        try:
+            name = dist.metadata["Name"]
+            key = name.lower().replace("_", "-").replace(".", "-") if name else str(dist)
+            if key in seen:
+                continue  # shadowed by an earlier folder of sys.path, as for imports
+            seen.add(key)
+            found += [ep for ep in dist.entry_points if ep.group == GROUP]
+        except Exception as error:
+            if GROUP in _entry_points_text(dist):
+                reason = Refusal("backend.manifest", f"readable metadata of {dist}", _told(error), "reinstall it")
+                rows.append(BackendRow(str(dist), str(dist), "", "refused", (reason,)))
+    return tuple(found), tuple(rows)
+
+
+def _entry_points_text(dist: metadata.Distribution) -> str:
+    try:
+        return dist.read_text("entry_points.txt") or ""
+    except (OSError, ValueError):
+        return ""
+
+
+def _owner(entry_point: metadata.EntryPoint) -> _Owner:
+    dist = entry_point.dist
+    if dist is None:
+        return _Owner(entry_point.name, f"entry point {entry_point.value}", "")
+    return _Owner(entry_point.name, dist.metadata["Name"] or "unnamed distribution", dist.metadata["Version"] or "")
+
+
+def _row_of(entry_point: metadata.EntryPoint, machine: Machine, taken: dict[str, _Owner]) -> tuple[BackendRow, list[RegisteredKernel]]:
+    owner = _owner(entry_point)
+    manifest = read_manifest(entry_point)
+    if isinstance(manifest, Refusal):
+        return _bad(owner, "refused", (manifest,)), []
+    if owner.name in taken:
+        other = taken[owner.name].distribution
+        found = f"{owner.distribution} and {other} both register it; {other} is used"
+        reason = Refusal("backend.invalid", f"one backend named {owner.name!r}", found, f"pip uninstall {owner.distribution}, or {other}")
+        return _bad(owner, "refused", (reason,), manifest), []
+    refusals = manifest.refusals(machine)
+    if refusals:
+        return _bad(owner, "refused", refusals, manifest), []
+    return _guarded(entry_point.load, owner, manifest, machine)
+
+
+def _reference_row(machine: Machine) -> tuple[BackendRow, list[RegisteredKernel]]:
+    from hal_core.version import __version__
+
+    module, name = _REFERENCE_OBJECT
+    return _guarded(lambda: getattr(importlib.import_module(module), name), _Owner(REFERENCE, "hal-core", __version__), None, machine)
+
+
+def _guarded(
+    load: Callable[[], Any], owner: _Owner, manifest: BackendManifest | None, machine: Machine
+) -> tuple[BackendRow, list[RegisteredKernel]]:
+    """Run a plugin's code. Whatever it raises, also SystemExit, becomes its row; only the user's Ctrl-C passes."""
+    try:
+        backend = load()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        _log.debug("%s failed to import", owner, exc_info=True)
+        fix = f"pip install --force-reinstall --no-deps {owner.distribution}; HAL_DEBUG=1 shows the traceback"
+        return _bad(owner, "failed", (Refusal("backend.import", f"an importable {owner}", _told(error), fix),), manifest), []
+    try:
+        kernels, refusals = checked_kernels(backend, manifest, str(owner))
+        devices = () if refusals else tuple(backend.devices(machine))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        _log.debug("%s failed to register", owner, exc_info=True)
+        found = f"registering raised {_told(error)}"
+        refusals = (Refusal("backend.invalid", f"a valid {owner}", found, "tell its authors; HAL_DEBUG=1 shows the traceback"),)
+    if refusals:
+        return _bad(owner, "failed", refusals, manifest), []
+    registered = [RegisteredKernel(f"{owner.name}.{kernel.name}", owner.name, kernel) for kernel in kernels]
+    names = tuple(sorted(kernel.name for kernel in registered))
+    seen = () if devices else (_no_device(owner, machine),)
+    return BackendRow(owner.name, owner.distribution, owner.version, "ready" if devices else "no_device", seen, backend.manifest, names), registered
+
+
+def _no_device(owner: _Owner, machine: Machine) -> Refusal:
+    kinds = ", ".join(sorted({device.kind for device in machine.devices})) or "none"
+    return Refusal("backend.device", f"a device that {owner} serves", f"devices: {kinds}", "run on a machine with one")
+
+
+def _bad(owner: _Owner, status: str, refusals: tuple[Refusal, ...], manifest: BackendManifest | None = None) -> BackendRow:
+    return BackendRow(owner.name, owner.distribution, owner.version, status, refusals, manifest)
+
+
+def _told(error: BaseException) -> str:
+    text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+    return text if len(text) <= 300 else text[:297] + "..."
+
+
+_DEFAULT = Registry()
+
+
+def default_registry() -> Registry:
+    """The registry that ``hal.select`` and the others use."""
+    return _DEFAULT

@@ -1,0 +1,237 @@
+"""The choice of kernels: a pure function of values. No environment, clock or global; the order of plugins does not matter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from hal_core.errors import NoKernelError
+from hal_core.numerics import combined
+from hal_core.refusal import Refusal
+from hal_core.selection import Candidate, Interval, Selection
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from hal_core.machine import Machine
+    from hal_core.policy import Binding, Policy
+    from hal_core.registry import BackendRow, RegisteredKernel
+    from hal_core.spec import Spec
+
+__all__ = ["candidates_from", "select_from"]
+
+_LAST = "reference"
+_INSTALL = "pip install hal-backend-cpu (or -cuda, -rocm, -xpu)"
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Intervals of one layout; ``partial`` gives the batch sizes of kernels that serve only some, with nothing beside them."""
+
+    intervals: tuple[Interval, ...] = ()
+    layout: str = ""
+    partial: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(interval.kernel for interval in self.intervals))
+
+
+@dataclass(frozen=True)
+class _Decision:
+    """fallen: a preference could not be met. other: what ``auto`` would have used where ``require`` found nothing."""
+
+    binding: Binding
+    plan: _Plan
+    candidates: tuple[Candidate, ...]
+    fallen: bool
+    other: _Plan
+
+
+def select_from(
+    spec: Spec, machine: Machine, policy: Policy, kernels: Sequence[RegisteredKernel], rows: Sequence[BackendRow] = ()
+) -> Selection:
+    """The kernels that serve ``spec`` on ``machine`` under ``policy``.
+
+    Args:
+        kernels: all registered kernels; those of other kinds of op are passed over.
+        rows: all backends; those that are not loaded, or have no kernel for this op, appear as refused candidates.
+
+    Raises:
+        NoKernelError: nothing may serve it; holds every candidate's reasons.
+        PolicyError: ``require`` names what is not there.
+    """
+    decision = _decide(spec, machine, policy, kernels, rows)
+    plan = decision.plan
+    if not plan.intervals:
+        raise _no_kernel(spec, policy, decision)
+    by_name = {k.name: k.kernel for k in kernels}
+    chosen = [by_name[name] for name in plan.names]
+    unmatched = policy.unmatched(_ops_of(kernels), _unloaded(kernels, rows)) if policy.word == "prefer" else ()
+    return Selection(
+        spec=spec,
+        policy=str(policy),
+        layout=plan.layout,
+        intervals=plan.intervals,
+        candidates=decision.candidates,
+        numerics=combined([kernel.numerics for kernel in chosen]),
+        transforms=tuple(dict.fromkeys(t for kernel in chosen for t in kernel.transforms(spec))),
+        padding=tuple(dict.fromkeys(p for kernel in chosen for p in kernel.padding(spec))),
+        notes=(*unmatched, *_notes(spec, decision)),
+    )
+
+
+def candidates_from(
+    spec: Spec, machine: Machine, policy: Policy, kernels: Sequence[RegisteredKernel], rows: Sequence[BackendRow] = ()
+) -> tuple[Candidate, ...]:
+    """Every candidate with its verdict, also when nothing may serve the spec.
+
+    Raises:
+        PolicyError: ``require`` names what is not there.
+    """
+    return _decide(spec, machine, policy, kernels, rows).candidates
+
+
+def _decide(
+    spec: Spec, machine: Machine, policy: Policy, kernels: Sequence[RegisteredKernel], rows: Sequence[BackendRow]
+) -> _Decision:
+    binding = policy.bind(spec.op, _ops_of(kernels), _unloaded(kernels, rows))
+    judged = _judged(spec, machine, kernels, rows)
+    by_name = {k.name: k for k in kernels}
+    able = [c for c in judged if c.accepted]
+    plan = _plan(spec, [c for c in able if binding.allows(c.kernel)], by_name)
+    other = _Plan() if plan.intervals or binding.word == "auto" else _plan(spec, able, by_name)
+    fallen = binding.word == "prefer" and not plan.intervals
+    plan = other if fallen else plan
+    return _Decision(binding, plan, _verdicts(judged, plan, binding, policy), fallen, other)
+
+
+def _ops_of(kernels: Iterable[RegisteredKernel]) -> dict[str, str]:
+    return {k.name: k.kernel.op for k in kernels}
+
+
+def _unloaded(kernels: Iterable[RegisteredKernel], rows: Iterable[BackendRow]) -> frozenset[str]:
+    return frozenset(row.name for row in rows) - {k.backend for k in kernels}
+
+
+def _rank(candidate: Candidate) -> tuple[bool, int, str]:
+    return candidate.backend == _LAST, -candidate.priority, candidate.kernel
+
+
+def _judged(spec: Spec, machine: Machine, kernels: Sequence[RegisteredKernel], rows: Sequence[BackendRow]) -> list[Candidate]:
+    """Each candidate with its own reasons, before any policy, in order of rank."""
+    found = []
+    for k in kernels:
+        if k.kernel.op == spec.op:
+            reasons = _reasons(k, spec, machine)
+            found.append(Candidate(k.name, k.backend, not reasons, priority=k.kernel.priority, refusals=reasons))
+    serving = {candidate.backend for candidate in found}
+    for row in rows:
+        if not row.loaded:
+            # Two wheels may claim one name: the refused one is then shown with its distribution.
+            label = f"{row.name} ({row.distribution})" if row.name in serving else row.name
+            found.append(Candidate(label, row.name, False, refusals=row.refusals))
+        elif row.name not in serving:
+            reason = Refusal("op.unsupported", f"a kernel for {spec.op}", f"{row.name} has none", "use another backend for this op")
+            found.append(Candidate(row.name, row.name, False, refusals=(reason,)))
+    return sorted(found, key=_rank)
+
+
+def _reasons(registered: RegisteredKernel, spec: Spec, machine: Machine) -> tuple[Refusal, ...]:
+    """A kernel's own verdict; one that breaks while it is asked is refused, and hides nobody."""
+    try:
+        reasons = registered.kernel.refusals(spec, machine)
+    except Exception as error:
+        found = f"refusals() raised {type(error).__name__}: {error}"
+    else:
+        if isinstance(reasons, tuple) and all(isinstance(reason, Refusal) for reason in reasons):
+            return reasons
+        found = f"refusals() returned {type(reasons).__name__}, not a tuple of Refusal"
+    return (Refusal("backend.invalid", f"a verdict of {registered.name}", found, "tell the plugin's authors"),)
+
+
+def _plan(spec: Spec, pool: Sequence[Candidate], by_name: dict[str, RegisteredKernel]) -> _Plan:
+    """The best kernel whose layout serves every M, alone or with others of its backend that share the layout."""
+    best, partial = _Plan(), []
+    for candidate in pool:
+        layout = by_name[candidate.kernel].kernel.layout
+        sharing = [c for c in pool if c.backend == candidate.backend and by_name[c.kernel].kernel.layout == layout]
+        # Two kernels round differently, so a row would depend on how many others there are.
+        group = [candidate] if spec.numerics.batch_invariant else sharing
+        intervals = _intervals([by_name[c.kernel] for c in group])
+        if not intervals:
+            partial.append((candidate.kernel, _span(by_name[candidate.kernel])))
+        elif not best.intervals:
+            best = _Plan(intervals, layout)
+    return replace(best, partial=tuple(partial))
+
+
+def _span(registered: RegisteredKernel) -> str:
+    least, most = registered.kernel.m_range
+    return f"M >= {least}" if most is None else f"M = {least} to {most}"
+
+
+def _intervals(group: Sequence[RegisteredKernel]) -> tuple[Interval, ...]:
+    """Cover M = 1 and up with kernels of falling rank; empty when some M is served by none."""
+    out: list[Interval] = []
+    m: int | None = 1
+    while m is not None:
+        at = next((i for i, k in enumerate(group) if k.kernel.m_range[0] <= m <= (k.kernel.m_range[1] or m)), None)
+        if at is None:
+            return ()
+        better = [k.kernel.m_range[0] - 1 for k in group[:at] if k.kernel.m_range[0] > m]
+        own = group[at].kernel.m_range[1]
+        ends = [*better, *([] if own is None else [own])]
+        end = min(ends) if ends else None
+        out.append(Interval(m, end, group[at].name))
+        m = None if end is None else end + 1
+    return tuple(out)
+
+
+def _verdicts(judged: Sequence[Candidate], plan: _Plan, binding: Binding, policy: Policy) -> tuple[Candidate, ...]:
+    """The candidates with what plan and policy add; chosen ones first, then accepted, then refused."""
+    partial = dict(plan.partial)
+    out = []
+    for candidate in judged:
+        extra: list[Refusal] = []
+        if candidate.kernel in partial:
+            found = f"serves {partial[candidate.kernel]}, and no kernel that shares its layout serves the rest"
+            extra.append(Refusal("shape.rows", "every batch size", found, "use another kernel"))
+        if binding.word == "require" and not _meant(candidate, binding):
+            extra.append(Refusal("policy.excluded", str(policy), candidate.kernel, f"name {candidate.kernel} in the policy, or use auto"))
+        reasons = (*candidate.refusals, *extra)
+        out.append(replace(candidate, accepted=not reasons, chosen=candidate.kernel in plan.names, refusals=reasons))
+    return tuple(sorted(out, key=lambda c: (not c.chosen, not c.accepted, _rank(c))))
+
+
+def _meant(candidate: Candidate, binding: Binding) -> bool:
+    """Whether the policy names it; a backend stands there under its own name when it has no kernels."""
+    if "." in candidate.kernel and " (" not in candidate.kernel:
+        return binding.allows(candidate.kernel)
+    return binding.allows_backend(candidate.backend)
+
+
+def _listed(candidates: Iterable[Candidate]) -> str:
+    return "".join(f"\n  {c.kernel}: {reason}" for c in candidates for reason in c.refusals)
+
+
+def _notes(spec: Spec, decision: _Decision) -> tuple[str, ...]:
+    """What the user should be told: a preference not met, or nothing faster than the reference."""
+    binding, names = decision.binding, ", ".join(decision.plan.names)
+    slow = names.startswith(f"{_LAST}.") and (binding.word == "auto" or decision.fallen)
+    if decision.fallen:
+        why = _listed(c for c in decision.candidates if slow or _meant(c, binding))
+        return (f"{binding} cannot serve {spec}, so {names} does:{why or ' it has no kernel for this op'}",)
+    if slow:
+        why = _listed(decision.candidates) or f" no other backend is installed; {_INSTALL}"
+        return (f"{spec} runs on {names}, which is exact and slow:{why}",)
+    return ()
+
+
+def _no_kernel(spec: Spec, policy: Policy, decision: _Decision) -> NoKernelError:
+    if decision.other.intervals:
+        fix = f"policy auto would use {decision.other.intervals[-1].kernel}"
+    else:
+        fix = "follow one of the hints above" if decision.candidates else _INSTALL
+    meant_first = sorted(decision.candidates, key=lambda c: not _meant(c, decision.binding))
+    return NoKernelError(f"{spec} under policy {policy}", [(c.kernel, c.refusals) for c in meant_first], fix)

@@ -1,0 +1,206 @@
+"""What was chosen for a spec, and every reason why not for all the others; a value that can be stored and compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Union
+
+from hal_core.errors import ValueDecodeError
+from hal_core.jsonable import JsonValue, dumps, loads, to_json
+from hal_core.numerics import Numerics
+from hal_core.refusal import Refusal
+from hal_core.spec import Spec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+__all__ = ["Candidate", "Change", "Interval", "Padding", "Parameter", "Selection", "SelectionDiff", "Transform", "candidates_text", "diff"]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A tunable of a kernel and the value it runs with."""
+
+    name: str
+    value: Union[str, int, float, bool]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Batch sizes ``m_min <= M <= m_max`` (None: no upper end) and the kernel that serves them, by its full name."""
+
+    m_min: int
+    m_max: int | None
+    kernel: str
+    parameters: tuple[Parameter, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.m_min < 1 or (self.m_max is not None and self.m_max < self.m_min):
+            raise ValueDecodeError("interval", f"{self.m_min} to {self.m_max} holds no batch size")
+
+    def __str__(self) -> str:
+        span = f"M >= {self.m_min}" if self.m_max is None else f"M = {self.m_min} to {self.m_max}"
+        return f"{self.kernel} ({', '.join([span, *(f'{p.name}={p.value}' for p in self.parameters)])})"
+
+
+@dataclass(frozen=True)
+class Transform:
+    """A change of the stored weights that loses information, with the largest relative L2 error it adds."""
+
+    name: str
+    error_bound: float
+
+
+@dataclass(frozen=True)
+class Padding:
+    """A dimension that the kernel widens in its packed form."""
+
+    dim: str
+    asked: int
+    padded: int
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One kernel (or a backend without kernels for this op, then ``kernel`` is its name) and its verdict.
+
+    ``accepted`` and not ``chosen``: it could serve, and another ranks higher or shares the chosen layout.
+    """
+
+    kernel: str
+    backend: str
+    accepted: bool
+    chosen: bool = False
+    priority: int = 0
+    refusals: tuple[Refusal, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.accepted == bool(self.refusals) or (self.chosen and not self.accepted):
+            raise ValueDecodeError(f"candidate {self.kernel}", "verdict and refusals contradict each other", "accepted means no refusal")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """One layout, the intervals of M with the kernels that share it, and all candidates.
+
+    numerics: what is done at whatever batch size. notes: what the user should be told once. tuned: where a tuned row came from.
+    """
+
+    spec: Spec
+    policy: str
+    layout: str
+    intervals: tuple[Interval, ...]
+    candidates: tuple[Candidate, ...]
+    numerics: Numerics
+    transforms: tuple[Transform, ...] = ()
+    padding: tuple[Padding, ...] = ()
+    adapters: tuple[str, ...] = ()
+    tuned: str | None = None
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        ends: list[int | None] = [0, *(interval.m_max for interval in self.intervals)]
+        starts = [interval.m_min for interval in self.intervals]
+        if ends[-1] is not None or any(end is None or end + 1 != start for end, start in zip(ends, starts)):  # noqa: B905
+            raise ValueDecodeError("selection.intervals", f"{list(map(str, self.intervals))} do not cover every M >= 1 once")
+
+    @property
+    def kernel(self) -> str:
+        """Full name of the kernel that prepares the weights: the one for the largest batches."""
+        return self.intervals[-1].kernel
+
+    @property
+    def backend(self) -> str:
+        return self.kernel.partition(".")[0]
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Full names of all kernels that run, each once, by rising M."""
+        return tuple(dict.fromkeys(interval.kernel for interval in self.intervals))
+
+    @classmethod
+    def from_json(cls, text: str) -> Selection:
+        """Decode the JSON text that :meth:`dumps` wrote."""
+        return loads(cls, text)
+
+    def to_json(self) -> JsonValue:
+        """Plain JSON types."""
+        return to_json(self)
+
+    def dumps(self, indent: int | None = 2) -> str:
+        """JSON text; equal selections give equal text."""
+        return dumps(self, indent)
+
+    def __str__(self) -> str:
+        lines = [str(self.spec), f"  policy:   {self.policy}", f"  chosen:   {', '.join(map(str, self.intervals))}"]
+        lines += [f"  layout:   {self.layout}", f"  numerics: {self.numerics}"]
+        lines += [f"  changes:  {t.name} (adds at most {t.error_bound:g} relative L2)" for t in self.transforms]
+        lines += [f"  padding:  {p.dim} {p.asked} to {p.padded}" for p in self.padding]
+        lines += [f"  adapters: {', '.join(self.adapters)}"] if self.adapters else []
+        lines += [f"  tuned:    {self.tuned}"] if self.tuned else []
+        lines += [f"  note:     {note}" for note in self.notes]
+        return "\n".join([*lines, *candidates_text(self.candidates)])
+
+
+def candidates_text(candidates: Sequence[Candidate]) -> tuple[str, ...]:
+    """Lines for those that were not chosen: the accepted ones, then each refused one with all its reasons."""
+    lines = []
+    for candidate in candidates:
+        if candidate.accepted and not candidate.chosen:
+            lines.append(f"  accepted: {candidate.kernel} (priority {candidate.priority})")
+    for candidate in candidates:
+        if not candidate.accepted:
+            lines.append(f"  refused:  {candidate.kernel}")
+            lines += [f"    {reason}" for reason in candidate.refusals]
+    return tuple(lines)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A field of two selections that differs; an empty text means that one of them does not have it."""
+
+    field: str
+    before: str
+    after: str
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.before or '(none)'} -> {self.after or '(none)'}"
+
+
+@dataclass(frozen=True)
+class SelectionDiff:
+    """All changes between two selections; false when there are none."""
+
+    changes: tuple[Change, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.changes)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.changes)) or "no difference"
+
+
+def diff(a: Selection, b: Selection) -> SelectionDiff:
+    """What differs from ``a`` to ``b``; candidates are matched by name and refusals by code, not by position."""
+    before, after = dict(_flat("", _keyed(a))), dict(_flat("", _keyed(b)))
+    paths = [*before, *(path for path in after if path not in before)]
+    return SelectionDiff(tuple(Change(p, before.get(p, ""), after.get(p, "")) for p in paths if before.get(p, "") != after.get(p, "")))
+
+
+def _keyed(selection: Selection) -> JsonValue:
+    data = to_json(selection)
+    for candidate in data["candidates"]:
+        reasons: dict[str, list[JsonValue]] = {}
+        for reason in candidate["refusals"]:
+            reasons.setdefault(reason["code"], []).append(reason)
+        candidate["refusals"] = reasons
+    data["candidates"] = {candidate["kernel"]: candidate for candidate in data["candidates"]}
+    return data
+
+
+def _flat(path: str, data: JsonValue) -> Iterator[tuple[str, str]]:
+    if isinstance(data, (dict, list)):
+        for key, item in data.items() if isinstance(data, dict) else enumerate(data):
+            yield from _flat(f"{path}.{key}" if path else str(key), item)
+    elif data is not None:
+        yield path, str(data)

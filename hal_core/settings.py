@@ -1,0 +1,42 @@
+"""The only reader of the environment. Every variable is read when it is needed, never at import, and is checked."""
+
+from __future__ import annotations
+
+import os
+
+from hal_core.errors import SettingError
+
+__all__ = ["CPU_ISA_LEVELS", "cpu_isa", "debug", "policy_text"]
+
+#: Values of HAL_CPU_ISA, lowest first. A level lowers what may be used; it never adds what the machine lacks.
+CPU_ISA_LEVELS = ("avx2", "avx512")
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
+
+
+def policy_text() -> str | None:
+    """``HAL_POLICY``: a policy in its text form (``auto``, ``prefer:NAME``, ``require:NAME``), or None when unset or empty."""
+    return _read("HAL_POLICY")
+
+
+def cpu_isa() -> str | None:
+    """``HAL_CPU_ISA``: the highest instruction set level that may be used, or None for all that the machine has.
+
+    Raises:
+        SettingError: not a level; a misspelt limit must not silently run at full speed.
+    """
+    level = _read("HAL_CPU_ISA")
+    if level is not None and level not in CPU_ISA_LEVELS:
+        raise SettingError(f"HAL_CPU_ISA={level!r}", "unknown level", f"use {' or '.join(CPU_ISA_LEVELS)}, or unset it")
+    return level
+
+
+def debug() -> bool:
+    """``HAL_DEBUG``: show tracebacks of plugins and of user errors."""
+    word = (_read("HAL_DEBUG") or "").lower()
+    if word not in _TRUE + _FALSE:
+        raise SettingError(f"HAL_DEBUG={word!r}", "not a yes or no", "use 1 or 0")
+    return word in _TRUE
+
+
+def _read(name: str) -> str | None:
+    return os.environ.get(name, "").strip() or None
