@@ -143,12 +143,7 @@ class MoEAVX512(MoEKernel):
     priority = 200
 
     def refusals(self, spec: MoESpec, machine: Machine) -> tuple[Refusal, ...]:
-        out = [*super().refusals(spec, machine), *_same_dtype(spec)]
-        if spec.router_weight_on_input and spec.routed_scaling != 1.0:
-            # scaling goes into the router weights, which on the input would pass through the activation
-            fix = "scale the result outside the op"
-            out.append(Refusal("epilogue.routed_scaling", "routed scaling with router weight on input", "served one at a time", fix))
-        return tuple(out)
+        return (*super().refusals(spec, machine), *_same_dtype(spec))
 
     def prepare(self, spec: MoESpec, weights: MoEWeights) -> CpuMoE:
         from hal_backend_cpu.ops import CpuMoE

@@ -99,26 +99,27 @@ class CpuMoE(MoEExperts):
         if not isinstance(x, Tensor) or not isinstance(routing, Routed):
             raise ShapeError("cpu experts", f"{type(x).__name__} with {type(routing).__name__}", "give a tensor and Routed(topk_ids, topk_weights)")
         s, a = self.spec, self.spec.activation
-        if (expert_map is not None) != s.expert_map:
-            raise ShapeError("experts expert_map", "given" if expert_map is not None else "missing", f"the spec says expert_map={s.expert_map}")
-        weights = routing.topk_weights if s.routed_scaling == 1.0 else routing.topk_weights * s.routed_scaling
-        gate = self.gate
+        if (expert_map is not None) != s.expert_map or (expert_map is not None and tuple(expert_map.shape) != (s.num_experts,)):
+            found = "missing" if expert_map is None else f"shape {list(expert_map.shape)}"
+            raise ShapeError("experts expert_map", found, f"the spec says expert_map={s.expert_map} for {s.num_experts} experts")
+        if expert_map is None and s.local != s.num_experts:
+            raise ShapeError("experts", f"{s.local} of {s.num_experts} experts without an expert_map", "give the map of local ids")
+        gate, (none, zero) = self.gate, ((None,) * 5, 0)
+        arguments = (
+            x.contiguous(), routing.topk_ids.contiguous(), routing.topk_weights.contiguous(),
+            *(none if gate is None else gate.arguments()), self.gate_bias,
+            *self.up.arguments(), self.up_bias, *self.down.arguments(), self.down_bias, expert_map, s.local, s.intermediate,
+            zero if gate is None else gate.group, self.up.group, self.down.group,
+            zero if gate is None else gate.scheme.bits, self.up.scheme.bits, self.down.scheme.bits,
+            a.kind, a.alpha, a.limit, s.routed_scaling, s.router_weight_on_input, reduce, self.isa,
+        )  # fmt: skip
         try:
-            y = _native.ops.moe(
-                x.contiguous(), routing.topk_ids.contiguous(), weights.contiguous(),
-                *((None,) * 5 if gate is None else gate.arguments()), self.gate_bias,
-                *self.up.arguments(), self.up_bias, *self.down.arguments(), self.down_bias, expert_map, s.num_experts, s.intermediate,
-                0 if gate is None else gate.group, self.up.group, self.down.group,
-                0 if gate is None else gate.scheme.bits, self.up.scheme.bits, self.down.scheme.bits,
-                a.kind, a.alpha, a.limit, s.router_weight_on_input, reduce, self.isa,
-            )  # fmt: skip
+            if out is None:
+                return _native.ops.moe(*arguments)
+            _native.ops.moe_out(*arguments, out)
         except (RuntimeError, NotImplementedError) as error:
             raise ShapeError("cpu experts", _first_line(error)) from error
-        if out is None:
-            return y
-        if out.shape != y.shape or out.dtype != y.dtype:
-            raise ShapeError("experts out", f"{out.dtype} {list(out.shape)}", f"give {y.dtype} {list(y.shape)}")
-        return out.copy_(y)
+        return out
 
     def workspace_size(self, max_tokens: int) -> int:
         return 0  # the op keeps its own bounded scratch
