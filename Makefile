@@ -44,8 +44,8 @@ lint: $(STAMPS)/dev  ## ruff over the whole repository, mypy --strict over hal_c
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-bench: $(STAMPS)/dev  ## the speed and memory measurements of benchmarks/
-	$(BIN)/python scripts/bench.py $(BENCH_ARGS)
+bench: $(STAMPS)/installed  ## the speed and memory measurements of benchmarks/
+	set -e; for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(BIN)/python "$$script" $(BENCH_ARGS); done
 
 build: $(STAMPS)/core-wheel $(STAMPS)/cpu-wheel  ## build both wheels into dist/
 
