@@ -6,6 +6,9 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
+from hal_core.dtypes import dtype_word, torch_dtype
 from hal_core.errors import FormatError
 from hal_core.numerics import Numerics, numerics_from_word
 from hal_core.spec import Activation, EmbeddingSpec, LinearSpec, MoESpec
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
     from hal_core.formats.base import Checkpoint, Entry
     from hal_core.spec import Spec
 
-__all__ = ["PlannedOp", "plan_checkpoint"]
+__all__ = ["PlannedOp", "checkpoint_dtype", "plan_checkpoint"]
 
 _EXPERT = re.compile(r"(?P<block>.+\.experts)\.(?P<index>\d+)\.(?P<role>gate_proj|up_proj|down_proj)\.weight")
 _EMBEDDING = re.compile(r"(.+\.)?embed_tokens\.weight")
@@ -63,6 +66,16 @@ def plan_checkpoint(checkpoint: Checkpoint, dtype: str, numerics: str = "checkpo
     for block, roles in experts.items():
         planned[block] = _plan_experts(checkpoint, block, roles, dtype, numerics)
     return tuple(op for op in planned.values() if op is not None)
+
+
+def checkpoint_dtype(checkpoint: Checkpoint, dtype: torch.dtype | str | None = None) -> str:
+    """The activation dtype word to run a checkpoint in: the one given, else the one its config names, else ``fp32``."""
+    if isinstance(dtype, torch.dtype):
+        return dtype_word(dtype)
+    if dtype is not None and dtype != "auto":
+        return dtype_word(torch_dtype(dtype))
+    named = str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "").removeprefix("torch.")
+    return {"bfloat16": "bf16", "float16": "fp16"}.get(named, "fp32")
 
 
 def _numerics(word: str, entry: Entry) -> Numerics:

@@ -18,7 +18,7 @@ from hal_core.errors import FormatError, HalError, MissingDependencyError
 from hal_core.formats import open_checkpoint
 from hal_core.kernel import LinearWeights, MoEWeights
 from hal_core.ops import MoEExperts, Op, QuantEmbedding, Routed
-from hal_core.plan import PlannedOp, plan_checkpoint
+from hal_core.plan import PlannedOp, checkpoint_dtype, plan_checkpoint
 from hal_core.policy import current_policy
 from hal_core.report import LoadReport, OpReport
 
@@ -80,7 +80,7 @@ def load(
         NoKernelError: no kernel may serve a layer; names the layer and every candidate's reasons.
     """
     checkpoint = path if not isinstance(path, str) and hasattr(path, "entries") else open_checkpoint(path)
-    activation_dtype = _choose_dtype(checkpoint, dtype)
+    activation_dtype = torch_dtype(checkpoint_dtype(checkpoint, dtype))
     chosen = current_policy(policy)
     model = _skeleton(checkpoint, activation_dtype)
     filler = _Filler(checkpoint, model, activation_dtype, chosen, progress)
@@ -93,16 +93,6 @@ def load(
         ops=tuple(filler.reports), packed_bytes=sum(op.nbytes for op in filler.reports), unquantized_bytes=filler.plain_bytes,
     )  # fmt: skip
     return model
-
-
-def _choose_dtype(checkpoint: Checkpoint, dtype: torch.dtype | str | None) -> torch.dtype:
-    if isinstance(dtype, torch.dtype):
-        return torch_dtype(dtype_word(dtype))
-    if isinstance(dtype, str) and dtype != "auto":
-        return torch_dtype(dtype)
-    named = str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "")
-    words = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-    return torch_dtype(words.get(named.removeprefix("torch."), "fp32"))
 
 
 def _skeleton(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
