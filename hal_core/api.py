@@ -60,6 +60,7 @@ def select(spec: Spec, machine: Machine | None = None, policy: Policy | str | No
     """The kernels that serve ``spec``; warns once where a preference was not met or only the reference could serve.
 
     Args:
+        spec: the problem, with shapes after sharding.
         machine: the machine to decide for; None for this one.
         policy: overrides the ``with hal.policy(..)`` block and ``HAL_POLICY``.
 

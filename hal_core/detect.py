@@ -39,7 +39,8 @@ def detect_from(root: Path, level: str | None = None) -> Machine:
     present = _features(info)
     denied = [*_amx_denied(present), *_lowered(present, level)]
     barred = {d.name for d in denied}
-    cpu = Device("cpu", _VENDORS.get(info.get("vendor_id", ""), "unknown"), platform.machine().lower(), _cpu_name(info), _cores(), _memory(root))
+    vendor = _VENDORS.get(info.get("vendor_id", ""), "unknown")
+    cpu = Device("cpu", vendor, platform.machine().lower(), _cpu_name(info), _cores(), _memory(root))
     devices = (cpu, *_nvidia(root), *_amd(root), *_intel(root))
     marks = [FactMark("platform", Mark.REPORTED), FactMark("devices", Mark.REPORTED), FactMark("versions", Mark.REPORTED)]
     # Flags are what the kernel left after checking CPUID and XCR0; AMX was asked for in this process.
@@ -48,7 +49,7 @@ def detect_from(root: Path, level: str | None = None) -> Machine:
         platform=f"{sys.platform}_{platform.machine().lower()}",
         devices=devices,
         isa=tuple(name for name in present if name not in barred),
-        denied=tuple(dict((d.name, d) for d in reversed(denied)).values())[::-1],
+        denied=tuple({d.name: d for d in denied}.values()),
         versions=_versions(),
         marks=tuple(marks),
     )

@@ -80,4 +80,5 @@ class NoKernelError(HalError):
         lines = [f"  {name}: {reason}" for name, reasons in self.refusals for reason in reasons if reason.code != "policy.excluded"]
         lines += [f"  excluded by the policy: {', '.join(only_policy)}"] if only_policy else []
         found = "no kernel accepts it" + ("\n" + "\n".join(lines) if lines else " (none is registered for this op)")
-        super().__init__(asked, found, fix)
+        super().__init__(asked, f"{found}\n{fix}" if fix else found)
+        self.found, self.fix = found, fix

@@ -57,7 +57,8 @@ class SchemeSet:
     def refusals(self, scheme: WeightScheme, role: str) -> tuple[Refusal, ...]:
         out: list[Refusal] = []
         if scheme.dtype not in self.dtypes:
-            out.append(Refusal("scheme.dtype", f"{role} {scheme.dtype}", f"serves {', '.join(self.dtypes)}", "requantize, or use another backend"))
+            served = ", ".join(self.dtypes)
+            out.append(Refusal("scheme.dtype", f"{role} {scheme.dtype}", f"serves {served}", "requantize, or use another backend"))
         if not scheme.quantized:
             return tuple(out)
         g = scheme.granularity
@@ -65,14 +66,14 @@ class SchemeSet:
             served = ", ".join(kind.value for kind in self.granularities)
             out.append(Refusal("scheme.granularity", f"{role} scales per {g}", f"serves per {served}", "use another backend"))
         if g.group is not None and g.group % self.group_multiple:
-            out.append(
-                Refusal("scheme.group", f"{role} group {g.group}", f"needs a multiple of {self.group_multiple}", "requantize with such a group size")
-            )
+            found = f"needs a multiple of {self.group_multiple}"
+            out.append(Refusal("scheme.group", f"{role} group {g.group}", found, "requantize with such a group size"))
         if scheme.zero not in self.zeros:
             served = ", ".join(zero.value for zero in self.zeros)
             out.append(Refusal("scheme.zero", f"{role} zero {scheme.zero.value}", f"serves {served}", "use another backend"))
         if scheme.act_order and not self.act_order:
-            out.append(Refusal("scheme.act_order", f"{role} with g_idx", "no act-order", "requantize with desc_act=False, or use another backend"))
+            fix = "requantize with desc_act=False, or use another backend"
+            out.append(Refusal("scheme.act_order", f"{role} with g_idx", "no act-order", fix))
         return tuple(out)
 
 
@@ -88,7 +89,8 @@ class ShapeLimit:
     def refusals(self, spec: Spec) -> tuple[Refusal, ...]:
         size, out = getattr(spec, self.dim), []
         if size % self.multiple:
-            out.append(Refusal("shape.multiple", f"{self.dim}={size}", f"needs a multiple of {self.multiple}", "pad the dimension, or shard otherwise"))
+            found = f"needs a multiple of {self.multiple}"
+            out.append(Refusal("shape.multiple", f"{self.dim}={size}", found, "pad the dimension, or shard otherwise"))
         if size < self.least or (self.most is not None and size > self.most):
             top = "no limit" if self.most is None else str(self.most)
             out.append(Refusal("shape.range", f"{self.dim}={size}", f"serves {self.least} to {top}", "use another backend"))
@@ -202,7 +204,8 @@ class Kernel(ABC, Generic[S]):
         ]
         architectures = sorted({d.architecture for d in machine.devices if d.kind in self.devices})
         if self.architectures and not set(architectures).intersection(self.architectures):
-            out.append(Refusal("device.arch", " or ".join(self.architectures), ", ".join(architectures) or "none", "install a wheel built for it"))
+            asked, found = " or ".join(self.architectures), ", ".join(architectures) or "none"
+            out.append(Refusal("device.arch", asked, found, "install a wheel built for it"))
         return tuple(out)
 
     def _scheme_refusals(self, spec: S) -> tuple[Refusal, ...]:
@@ -290,11 +293,10 @@ class MoEKernel(Kernel[MoESpec]):
             "shared_experts": spec.shared_experts > 0,
             "lora": spec.lora,
         }
-        out += [_no(f"epilogue.{name}", name, "do it outside the op, or use another kernel") for name, on in asked.items() if on and not getattr(e, name)]
+        missing = [name for name, on in asked.items() if on and not getattr(e, name)]
+        out += [_no(f"epilogue.{name}", name, "do it outside the op, or use another kernel") for name in missing]
         if not (e.gated if spec.gate else e.ungated):
             out.append(_no("epilogue.gated", "gated experts" if spec.gate else "ungated experts", "use another kernel"))
         if spec.routing not in self.routing:
             out.append(Refusal("routing.form", spec.routing, f"takes {', '.join(self.routing)}", "convert the routing before the call"))
         return tuple(out)
-
-

@@ -35,11 +35,11 @@ class BackendManifest:
     distribution: str
     contract: int
     torch: str
-    platforms: tuple[str, ...]
-    isa: tuple[str, ...]
-    architectures: tuple[str, ...]
     ops: tuple[str, ...]
     install: str
+    platforms: tuple[str, ...] = ("any",)
+    isa: tuple[str, ...] = ()
+    architectures: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.name.isidentifier() or not self.name.isascii():
@@ -108,7 +108,8 @@ class BackendManifest:
         if "any" in self.platforms or machine.platform in self.platforms:
             return ()
         asked = " or ".join(self.platforms) or "no platform at all"
-        return (Refusal("backend.platform", asked, machine.platform, f"no build of {self.distribution} serves this platform: uninstall it"),)
+        fix = f"uninstall {self.distribution}, or install its build for this platform"
+        return (Refusal("backend.platform", asked, machine.platform, fix),)
 
 
 def read_manifest(entry_point: metadata.EntryPoint) -> BackendManifest | Refusal:
@@ -127,5 +128,6 @@ def read_manifest(entry_point: metadata.EntryPoint) -> BackendManifest | Refusal
     except ValueDecodeError as error:
         return Refusal("backend.manifest", f"a valid {FILE_NAME} in {owner}", str(error), fix)
     if manifest.name != entry_point.name:
-        return Refusal("backend.manifest", f"a manifest named {entry_point.name!r}, as its entry point", f"{manifest.name!r} in {owner}", fix)
+        asked = f"a manifest named {entry_point.name!r}, as its entry point"
+        return Refusal("backend.manifest", asked, f"{manifest.name!r} in {owner}", fix)
     return manifest

@@ -86,7 +86,8 @@ def outside(request: Numerics, does: Numerics, dtype: str) -> tuple[Refusal, ...
     if extra:
         asked = ", ".join(map(str, request.activations)) or "exact activations"
         found = "activations quantized to " + ", ".join(map(str, extra))
-        refusals.append(Refusal("numerics.activations", asked, found, "tolerate it with --numerics int8 (or the like), or use another kernel"))
+        fix = "tolerate it with --numerics int8 (or the like), or use another kernel"
+        refusals.append(Refusal("numerics.activations", asked, found, fix))
     if does.weights == "rescaled" and request.weights != "rescaled":
         refusals.append(Refusal("numerics.weights", "weights as stored", "weights rescaled", "tolerate it with --numerics int8:rescaled"))
     operand = dtype if does.operand == "own" else does.operand

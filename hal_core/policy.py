@@ -40,7 +40,8 @@ class PolicyRule:
         if self.op is not None and self.op not in OPS:
             raise PolicyError(f"policy scope {self.op!r}", "not a kind of op", f"use one of {', '.join(OPS)}")
         if not _NAME.match(self.name):
-            raise PolicyError(f"policy name {self.name!r}", "not understood", "use a backend, backend.kernel or a glob, e.g. cpu or cuda.humming_*")
+            fix = "use a backend, backend.kernel or a glob, e.g. cpu or cuda.humming_*"
+            raise PolicyError(f"policy name {self.name!r}", "not understood", fix)
 
     @property
     def whole_backend(self) -> bool:
@@ -119,6 +120,7 @@ class Policy:
         the kinds are not known: its kernels' names bind every kind, so that ``require`` fails instead of going elsewhere.
 
         Args:
+            op: kind of op, one of ``OPS``.
             ops_of: kind of op by full name, for every registered kernel.
             broken: backends that are installed and could not be loaded.
 
@@ -131,11 +133,7 @@ class Policy:
             unloaded = any(map(rule.matches_backend, broken))
             if not kinds and not unloaded and self.word == "require":
                 raise self._unmatched(rule, ops_of)
-            if rule.op is not None:
-                binds = rule.op == op
-            else:
-                binds = rule.whole_backend or op in kinds or (unloaded and not kinds)
-            if binds:
+            if rule.op == op or (rule.op is None and (rule.whole_backend or op in kinds or (unloaded and not kinds))):
                 bound.append(rule)
         return Binding(self.word, tuple(bound)) if bound else Binding()
 
@@ -155,8 +153,11 @@ class Policy:
             return PolicyError(f"policy {self}", f"backend {backend!r} is not installed", INSTALL_HINTS[backend])
         pool = [*ops_of, *backends]
         near = difflib.get_close_matches(rule.name, pool, n=3, cutoff=0.5)
-        shown = ", ".join(near) if near else f"one of the backends {', '.join(backends)}" if backends else "auto: nothing is registered"
-        return PolicyError(f"policy {self}", f"{rule.name!r} matches no registered kernel or backend", f"did you mean {shown}?" if near else f"use {shown}")
+        if near:
+            fix = f"did you mean {' or '.join(near)}?"
+        else:
+            fix = f"use one of the backends {', '.join(backends)}" if backends else "use auto: nothing is registered"
+        return PolicyError(f"policy {self}", f"{rule.name!r} matches no registered kernel or backend", fix)
 
 
 _CONTEXT: ContextVar[Policy | None] = ContextVar("hal_policy", default=None)

@@ -43,8 +43,8 @@ class Probe:
         lines = [f"hal-core {self.hal_core}", "", str(self.machine), "", "backends"]
         width = max((len(row.name) for row in self.backends), default=0)
         for row in self.backends:
-            kernels = f"{len(row.kernels)} kernel{'s' * (len(row.kernels) != 1)}: {', '.join(row.kernels)}" if row.kernels else "no kernels"
-            lines.append(f"  {row.name:{width}}  {row.status:9}  {row.distribution} {row.version}  {kernels if row.loaded else ''}".rstrip())
+            kernels = ", ".join(name.partition(".")[2] for name in row.kernels) or ("no kernels" if row.loaded else "")
+            lines.append(f"  {row.name:{width}}  {row.status:9}  {row.distribution} {row.version}  {kernels}".rstrip())
             lines += [f"  {'':{width}}  {reason}" for reason in row.refusals]
         lines += [f"hint: {hint}" for hint in self.hints]
         return "\n".join(lines)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import logging
 import threading
+import traceback
 from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+from hal_core import settings
 from hal_core.contract import checked_kernels
 from hal_core.kernel import Kernel
 from hal_core.machine import Machine
@@ -28,8 +30,10 @@ _log = logging.getLogger("hal_core.registry")
 
 @dataclass(frozen=True)
 class BackendRow:
-    """One installed backend. status: ``ready``; ``no_device`` (loaded, and this machine has no device for it);
-    ``refused`` (by its manifest, not imported); ``failed`` (raised, or registered something invalid).
+    """One installed backend, with its verdict.
+
+    status: ``ready``; ``no_device`` (loaded, and this machine has no device for it); ``refused`` (by its manifest, not
+    imported); ``failed`` (raised, or registered something invalid). kernels: full names.
     """
 
     name: str
@@ -145,7 +149,7 @@ def _installed() -> tuple[tuple[metadata.EntryPoint, ...], tuple[BackendRow, ...
                 continue  # shadowed by an earlier folder of sys.path, as for imports
             seen.add(key)
             found += [ep for ep in dist.entry_points if ep.group == GROUP]
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - metadata of strangers; what may be ours becomes a row
             if GROUP in _entry_points_text(dist):
                 reason = Refusal("backend.manifest", f"readable metadata of {dist}", _told(error), "reinstall it")
                 rows.append(BackendRow(str(dist), str(dist), "", "refused", (reason,)))
@@ -197,8 +201,8 @@ def _guarded(
         backend = load()
     except KeyboardInterrupt:
         raise
-    except BaseException as error:
-        _log.debug("%s failed to import", owner, exc_info=True)
+    except BaseException as error:  # noqa: BLE001 - a plugin may raise anything
+        _trace(owner)
         fix = f"pip install --force-reinstall --no-deps {owner.distribution}; HAL_DEBUG=1 shows the traceback"
         return _bad(owner, "failed", (Refusal("backend.import", f"an importable {owner}", _told(error), fix),), manifest), []
     try:
@@ -206,16 +210,16 @@ def _guarded(
         devices = () if refusals else tuple(backend.devices(machine))
     except KeyboardInterrupt:
         raise
-    except BaseException as error:
-        _log.debug("%s failed to register", owner, exc_info=True)
+    except BaseException as error:  # noqa: BLE001 - a plugin may raise anything
+        _trace(owner)
         found = f"registering raised {_told(error)}"
         refusals = (Refusal("backend.invalid", f"a valid {owner}", found, "tell its authors; HAL_DEBUG=1 shows the traceback"),)
     if refusals:
         return _bad(owner, "failed", refusals, manifest), []
     registered = [RegisteredKernel(f"{owner.name}.{kernel.name}", owner.name, kernel) for kernel in kernels]
-    names = tuple(sorted(kernel.name for kernel in registered))
-    seen = () if devices else (_no_device(owner, machine),)
-    return BackendRow(owner.name, owner.distribution, owner.version, "ready" if devices else "no_device", seen, backend.manifest, names), registered
+    names = tuple(sorted(k.name for k in registered))
+    status, reasons = ("ready", ()) if devices else ("no_device", (_no_device(owner, machine),))
+    return BackendRow(owner.name, owner.distribution, owner.version, status, reasons, backend.manifest, names), registered
 
 
 def _no_device(owner: _Owner, machine: Machine) -> Refusal:
@@ -225,6 +229,13 @@ def _no_device(owner: _Owner, machine: Machine) -> Refusal:
 
 def _bad(owner: _Owner, status: str, refusals: tuple[Refusal, ...], manifest: BackendManifest | None = None) -> BackendRow:
     return BackendRow(owner.name, owner.distribution, owner.version, status, refusals, manifest)
+
+
+def _trace(owner: _Owner) -> None:
+    """The traceback of what is being handled: to the log, and to standard error under HAL_DEBUG."""
+    _log.debug("%s failed", owner, exc_info=True)
+    if settings.debug():
+        traceback.print_exc()
 
 
 def _told(error: BaseException) -> str:

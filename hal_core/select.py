@@ -54,6 +54,9 @@ def select_from(
     """The kernels that serve ``spec`` on ``machine`` under ``policy``.
 
     Args:
+        spec: the problem.
+        machine: the machine to decide for, at hand or not.
+        policy: which kernels the user wants.
         kernels: all registered kernels; those of other kinds of op are passed over.
         rows: all backends; those that are not loaded, or have no kernel for this op, appear as refused candidates.
 
@@ -92,9 +95,7 @@ def candidates_from(
     return _decide(spec, machine, policy, kernels, rows).candidates
 
 
-def _decide(
-    spec: Spec, machine: Machine, policy: Policy, kernels: Sequence[RegisteredKernel], rows: Sequence[BackendRow]
-) -> _Decision:
+def _decide(spec: Spec, machine: Machine, policy: Policy, kernels: Sequence[RegisteredKernel], rows: Sequence[BackendRow]) -> _Decision:
     binding = policy.bind(spec.op, _ops_of(kernels), _unloaded(kernels, rows))
     judged = _judged(spec, machine, kernels, rows)
     by_name = {k.name: k for k in kernels}
@@ -140,8 +141,8 @@ def _judged(spec: Spec, machine: Machine, kernels: Sequence[RegisteredKernel], r
 def _reasons(registered: RegisteredKernel, spec: Spec, machine: Machine) -> tuple[Refusal, ...]:
     """A kernel's own verdict; one that breaks while it is asked is refused, and hides nobody."""
     try:
-        reasons = registered.kernel.refusals(spec, machine)
-    except Exception as error:
+        reasons: object = registered.kernel.refusals(spec, machine)
+    except Exception as error:  # noqa: BLE001 - a plugin may raise anything
         found = f"refusals() raised {type(error).__name__}: {error}"
     else:
         if isinstance(reasons, tuple) and all(isinstance(reason, Refusal) for reason in reasons):

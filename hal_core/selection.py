@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Union
+from typing import TYPE_CHECKING
 
 from hal_core.errors import ValueDecodeError
 from hal_core.jsonable import JsonValue, dumps, loads, to_json
@@ -22,7 +22,7 @@ class Parameter:
     """A tunable of a kernel and the value it runs with."""
 
     name: str
-    value: Union[str, int, float, bool]
+    value: str | int | float | bool
 
 
 @dataclass(frozen=True)
@@ -138,16 +138,14 @@ class Selection:
         lines += [f"  padding:  {p.dim} {p.asked} to {p.padded}" for p in self.padding]
         lines += [f"  adapters: {', '.join(self.adapters)}"] if self.adapters else []
         lines += [f"  tuned:    {self.tuned}"] if self.tuned else []
-        lines += [f"  note:     {note}" for note in self.notes]
+        # A note's further lines repeat the reasons that follow below.
+        lines += [f"  note:     {note.splitlines()[0].rstrip(':')}" for note in self.notes]
         return "\n".join([*lines, *candidates_text(self.candidates)])
 
 
 def candidates_text(candidates: Sequence[Candidate]) -> tuple[str, ...]:
     """Lines for those that were not chosen: the accepted ones, then each refused one with all its reasons."""
-    lines = []
-    for candidate in candidates:
-        if candidate.accepted and not candidate.chosen:
-            lines.append(f"  accepted: {candidate.kernel} (priority {candidate.priority})")
+    lines = [f"  accepted: {c.kernel} (priority {c.priority})" for c in candidates if c.accepted and not c.chosen]
     for candidate in candidates:
         if not candidate.accepted:
             lines.append(f"  refused:  {candidate.kernel}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Union
+from typing import ClassVar
 
 from hal_core.errors import ValueDecodeError
 from hal_core.jsonable import JsonValue, from_json, to_json
@@ -200,7 +200,8 @@ class KVCacheSpec:
     dtype: str = "bf16"
 
     def __post_init__(self) -> None:
-        _check_dims("KVCacheSpec", num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, page_size=self.page_size)
+        _check_dims("KVCacheSpec", num_heads=self.num_heads, num_kv_heads=self.num_kv_heads)
+        _check_dims("KVCacheSpec", head_dim=self.head_dim, page_size=self.page_size)
         _check_word("KVCacheSpec.dtype", self.dtype, FLOATS)
         if self.num_heads % self.num_kv_heads:
             raise ValueDecodeError("KVCacheSpec.num_heads", f"{self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
@@ -210,11 +211,12 @@ class KVCacheSpec:
         return self.dtype
 
     def __str__(self) -> str:
-        return f"kv {self.num_heads}/{self.num_kv_heads} heads x{self.head_dim} page {self.page_size} k={self.keys} v={self.values} {self.dtype}"
+        heads = f"{self.num_heads}/{self.num_kv_heads} heads x{self.head_dim}"
+        return f"kv {heads} page {self.page_size} k={self.keys} v={self.values} {self.dtype}"
 
 
-Spec = Union[LinearSpec, MoESpec, EmbeddingSpec, KVCacheSpec]
-_SPECS: dict[str, type[LinearSpec] | type[MoESpec] | type[EmbeddingSpec] | type[KVCacheSpec]] = {
+Spec = LinearSpec | MoESpec | EmbeddingSpec | KVCacheSpec
+_SPECS: dict[str, type[LinearSpec | MoESpec | EmbeddingSpec | KVCacheSpec]] = {
     "linear": LinearSpec, "moe": MoESpec, "embedding": EmbeddingSpec, "kv": KVCacheSpec,
 }  # fmt: skip
 
