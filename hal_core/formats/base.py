@@ -47,6 +47,8 @@ class Checkpoint(ABC):
     config: Mapping[str, Any]
     #: Every parameter, by published name, in file order.
     entries: Mapping[str, Entry]
+    #: The files that hold the tensors.
+    files: tuple[Path, ...]
 
     @abstractmethod
     def read(self, name: str) -> QuantizedTensor:
