@@ -44,12 +44,11 @@ def unpack_blocks(data: Tensor, kind: str, shape: tuple[int, int], name: str) ->
     scales = _halves(blocks, 0, name)
     if kind == "Q8_0":
         return QuantizedTensor(block_scheme(kind), shape, blocks[..., 2:].reshape(n, k).view(torch.int8), scales)
-    codes = blocks[..., BLOCK_BYTES[kind] - 16 :]
-    values = torch.empty(n, k // BLOCK, 16, dtype=torch.uint8)
-    low, high = codes & 15, codes >> 4
-    values[..., :8] = low[..., 0::2] | (low[..., 1::2] << 4)
-    values[..., 8:] = high[..., 0::2] | (high[..., 1::2] << 4)
-    values = values.view(n, k // 2)
+    # Neighbouring elements are neighbouring bytes: as 16-bit words their nibbles pair up in a few whole-word steps.
+    words = blocks[..., BLOCK_BYTES[kind] - 16 :].contiguous().view(torch.int16)
+    low = (words & 15) | ((words >> 4) & 0xF0)
+    high = ((words >> 4) & 15) | ((words >> 8) & 0xF0)
+    values = torch.cat([low.to(torch.uint8), high.to(torch.uint8)], dim=-1).view(n, k // 2)
     if kind == "Q4_0":
         return QuantizedTensor(block_scheme(kind), shape, values.bitwise_xor_(0x88), scales)
     return QuantizedTensor(block_scheme(kind), shape, values, scales, mins=_halves(blocks, 2, name))
