@@ -1,0 +1,77 @@
+"""Every golden checkpoint of a served format dequantizes bit for bit; every other is refused in one sentence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from golden import goldens
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from hal_core.dequantize import dequantize_checkpoint
+from hal_core.errors import FormatError
+from hal_core.formats import open_checkpoint
+
+NOT_WEIGHTS = ("logits", "input_ids")
+
+
+def must_be_served(quant: dict) -> bool:
+    """By the configuration alone, so that a reader cannot excuse itself."""
+    method = quant["quant_method"]
+    if method in ("gptq", "awq"):
+        return quant.get("version", "gemm") == "gemm"
+    if method == "auto-round":
+        return quant["data_type"] == "int"
+    if method == "compressed-tensors":
+        formats = {group.get("format") or quant["format"] for group in quant["config_groups"].values()}
+        weights = [group["weights"] for group in quant["config_groups"].values()]
+        return formats == {"pack-quantized"} and all(w["num_bits"] in (2, 3, 4, 8) for w in weights)
+    return False
+
+
+def expected_weights(name: str) -> dict[str, torch.Tensor]:
+    tensors = load_file(goldens.folder(name) / "golden.safetensors")
+    return {key: value for key, value in tensors.items() if key not in NOT_WEIGHTS}
+
+
+@pytest.mark.parametrize("name", goldens.names())
+def test_weights_equal_the_tools_own_dequantization(name):
+    quant = goldens.config(name)["quantization_config"]
+    try:
+        checkpoint = open_checkpoint(goldens.folder(name))
+    except FormatError as error:
+        assert not must_be_served(quant), f"refused: {error}"
+        assert error.found, "a refusal says what was found"
+        return
+    for key, expected in expected_weights(name).items():
+        entry = checkpoint.entries[key]
+        assert entry.quantized, f"{key} is stored quantized"
+        weight = checkpoint.read(key)
+        assert (weight.scheme, weight.shape) == (entry.scheme, entry.shape)
+        assert torch.equal(weight.dequantize(), expected), key
+
+
+@pytest.mark.parametrize("name", goldens.names())
+def test_dequantized_file_has_the_published_names_and_shapes(name, tmp_path):
+    try:
+        checkpoint = open_checkpoint(goldens.folder(name))
+    except FormatError:
+        pytest.skip("not served")
+    steps = []
+    out = dequantize_checkpoint(goldens.folder(name), tmp_path / "out.safetensors", progress=lambda *step: steps.append(step))
+    expected = expected_weights(name)
+    with safe_open(out, "pt") as file:
+        assert list(file.keys()) and set(file.keys()) == set(checkpoint.entries)
+        for key in file.keys():
+            tensor = file.get_tensor(key)
+            assert tensor.dtype == torch.float32
+            assert tuple(tensor.shape) == checkpoint.entries[key].shape
+            assert torch.equal(tensor, expected[key] if key in expected else checkpoint.load(key).float())
+    assert [step[0] for step in steps] == list(checkpoint.entries)
+    assert steps[-1][1] == steps[-1][2]
+    assert [path.name for path in tmp_path.iterdir()] == ["out.safetensors"]
+
+
+def test_the_carried_set_covers_every_method():
+    methods = {goldens.config(name)["quantization_config"]["quant_method"] for name in goldens.names()}
+    assert {"gptq", "awq", "auto-round", "compressed-tensors"} <= methods
