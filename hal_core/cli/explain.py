@@ -78,7 +78,7 @@ def register(app: typer.Typer) -> None:
         if as_json:
             print_json(explanation.to_json())
         else:
-            print_explanation(explanation)
+            print_explanations([explanation])
 
 
 def _explain_checkpoint(path: str, dtype: str | None, policy: str | None, numerics: str, as_json: bool) -> None:
@@ -99,8 +99,7 @@ def _explain_checkpoint(path: str, dtype: str | None, policy: str | None, numeri
     out.print(table)
     if not groups:
         out.print("no quantized layers: transformers serves the whole model")
-    for group in groups:
-        print_explanation(group["explanation"])
+    print_explanations([group["explanation"] for group in groups])
 
 
 def explain_checkpoint(path: str, dtype: str | None, policy: str | None, numerics: str) -> list[dict[str, Any]]:
@@ -119,24 +118,33 @@ def explain_checkpoint(path: str, dtype: str | None, policy: str | None, numeric
     return groups
 
 
-def print_explanation(explanation: Explanation) -> None:
-    """One spec: what runs, then a table of every candidate with its reasons."""
+def print_explanations(explanations: list[Explanation]) -> None:
+    """Specs whose candidates fare alike share one table: what runs, then every candidate with its reasons."""
+    alike: dict[tuple[Any, ...], list[Explanation]] = {}
+    for explanation in explanations:
+        alike.setdefault((explanation.candidates, explanation.problem), []).append(explanation)
     out = console()
-    out.print()
-    out.print(Text(str(explanation.spec), style="bold"))
-    s = explanation.selection
-    if s is None:
-        out.print(Text(f"nothing serves it under {explanation.policy}: {explanation.problem}", style="red"))
-    else:
-        out.print(Text(f"{', '.join(map(str, s.intervals))}; layout {s.layout}; numerics {s.numerics}; policy {s.policy}", style="green"))
+    for members in alike.values():
+        out.print()
+        for explanation in members:
+            out.print(Text(str(explanation.spec), style="bold"))
+        first, s = members[0], members[0].selection
+        if s is None:
+            out.print(Text(f"nothing serves it under {first.policy}: {first.problem}", style="red"))
+        else:
+            out.print(Text(f"{', '.join(map(str, s.intervals))}; layout {s.layout}; numerics {s.numerics}; policy {s.policy}", style="green"))
+        out.print(_candidates_table(first))
+
+
+def _candidates_table(explanation: Explanation) -> Table:
     table = Table(show_lines=False)
     for header, fold in (("candidate", True), ("verdict", True), ("code", False), ("asked", True), ("found", True), ("what to do", True)):
         table.add_column(header, overflow="fold" if fold else "ellipsis", no_wrap=not fold)
     for candidate in explanation.candidates:
         verdict = Text("chosen", style="green") if candidate.chosen else Text("accepted") if candidate.accepted else Text("refused", style="red")
         if not candidate.refusals:
-            table.add_row(candidate.kernel, verdict, "", "", "" if candidate.chosen else "ranks lower", "")
+            table.add_row(candidate.kernel, verdict, "", "", "ranks lower" if explanation.served and not candidate.chosen else "", "")
         for index, refusal in enumerate(candidate.refusals):
             first = (candidate.kernel, verdict) if index == 0 else ("", "")
-            table.add_row(*first, refusal.code, refusal.asked, refusal.found, refusal.fix)
-    out.print(table)
+            table.add_row(*first, Text(refusal.code), Text(refusal.asked), Text(refusal.found), Text(refusal.fix))
+    return table

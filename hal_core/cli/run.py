@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 __all__ = ["register"]
 
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+
 class Stopwatch:
     """A transformers streamer that notes when each token arrives and prints text as it becomes whole words."""
 
@@ -84,11 +87,11 @@ def register(app: typer.Typer) -> None:
         if threads is not None:
             torch.set_num_threads(threads)
         torch.manual_seed(seed)
+        tokenizer = load_tokenizer(Path(checkpoint))
         with progress_bar("loading", as_json) as progress:
             started = time.perf_counter()
             model = hal_core.load(checkpoint, policy=policy, numerics=numerics, dtype=dtype, progress=progress)
             load_seconds = time.perf_counter() - started
-        tokenizer = load_tokenizer(Path(checkpoint))
         ids = encode(tokenizer, prompt, chat)
         result = generate(model, tokenizer, ids, max_new_tokens, temperature, top_p, quiet=as_json)
         result = {"checkpoint": checkpoint, **result, "load_seconds": load_seconds, "peak_memory_bytes": peak_memory_bytes(), **describe(model.hal)}
@@ -102,6 +105,8 @@ def load_tokenizer(path: Path) -> Any:
     """The checkpoint's own tokenizer: from its folder, or from inside the GGUF file."""
     from transformers import AutoTokenizer
 
+    if path.is_dir() and not any((path / name).is_file() for name in _TOKENIZER_FILES):
+        raise FormatError(f"tokenizer of {path}", f"none of {', '.join(_TOKENIZER_FILES)} is there", "add them, or use 'hal logits' with token ids")
     try:
         if path.is_file():
             return AutoTokenizer.from_pretrained(str(path.parent or "."), gguf_file=path.name, local_files_only=True)
