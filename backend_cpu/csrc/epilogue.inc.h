@@ -1,5 +1,5 @@
 // What surrounds the inner product: rows in, bias, activation, weighted sum, rows out. Included
-// inside an anonymous namespace, after tile_block.inc.h.
+// inside an anonymous namespace, after walk.inc.h.
 
 HAL_INLINE void store_kind(void* base, FloatKind kind, int64_t index, VF v) {
   switch (kind) {
@@ -56,16 +56,19 @@ static bool load_row(const void* src, FloatKind kind, const int32_t* perm, float
 }
 
 static void block_sums(const float* x, int64_t k, int64_t group, float* sums) {
-  const int64_t step = group < k ? group : k;
-  for (int64_t first = 0; first < k; first += step) {
-    const int64_t last = first + step < k ? first + step : k;
+  for (int64_t first = 0; first < k; first += group) {
+    const int64_t last = first + group < k ? first + group : k;
     for (int64_t begin = first; begin < last; begin += kBlock) {
       const int64_t end = begin + kBlock < last ? begin + kBlock : last;
-      // Lanes in a fixed order, so that the sum is the same on every instruction set.
-      float lane[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-      for (int64_t i = begin; i < end; ++i) lane[(i - begin) & 7] += x[i];
-      *sums++ = ((lane[0] + lane[4]) + (lane[2] + lane[6])) +
-                ((lane[1] + lane[5]) + (lane[3] + lane[7]));
+      VF sum = vzero();
+      int64_t i = begin;
+      for (; i + kTile <= end; i += kTile) sum = vadd(sum, vload(x + i));
+      float lane[kTile];
+      vstore(lane, sum);
+      for (int64_t j = 0; i < end; ++i, ++j) lane[j] += x[i];
+      for (int64_t half = kTile / 2; half > 0; half /= 2)
+        for (int64_t j = 0; j < half; ++j) lane[j] += lane[j + half];
+      *sums++ = lane[0];
     }
   }
 }
@@ -73,10 +76,10 @@ static void block_sums(const float* x, int64_t k, int64_t group, float* sums) {
 static void linear(const Matrix& m, int64_t tile, int64_t tiles, const Rows& rows,
                    void* const* out, FloatKind out_kind) {
   constexpr int64_t kLine = kTilesPerCall * kTile;
-  alignas(64) float buffer[kBigRows * kLine];
+  alignas(64) float buffer[kMaxRows * kLine];
   for (int64_t r0 = 0; r0 < rows.count;) {
     const int64_t step = next_rows(rows.count - r0);
-    rows_block(m, tile, tiles, step, rows.x + r0, rows.sums ? rows.sums + r0 : nullptr, buffer);
+    rows_block(m, tile, tiles, rows, r0, step, buffer);
     for (int64_t c = 0; c < tiles; ++c) {
       const int64_t col = (tile + c) * kTile;
       const VF bias =
@@ -155,15 +158,12 @@ static void gate_up(const Matrix* gate, const Matrix& up, int64_t tile, int64_t 
                     const Rows& gate_rows, const Rows& up_rows, const Activation& act,
                     float* const* h) {
   constexpr int64_t kLine = kTilesPerCall * kTile;
-  alignas(64) float a[kBigRows * kLine];
-  alignas(64) float b[kBigRows * kLine];
+  alignas(64) float a[kMaxRows * kLine];
+  alignas(64) float b[kMaxRows * kLine];
   for (int64_t r0 = 0; r0 < up_rows.count;) {
     const int64_t step = next_rows(up_rows.count - r0);
-    if (gate)
-      rows_block(*gate, tile, tiles, step, gate_rows.x + r0,
-                 gate_rows.sums ? gate_rows.sums + r0 : nullptr, a);
-    rows_block(up, tile, tiles, step, up_rows.x + r0,
-               up_rows.sums ? up_rows.sums + r0 : nullptr, b);
+    if (gate) rows_block(*gate, tile, tiles, gate_rows, r0, step, a);
+    rows_block(up, tile, tiles, up_rows, r0, step, b);
     for (int64_t c = 0; c < tiles; ++c) {
       const int64_t col = (tile + c) * kTile;
       const int64_t lanes = up.n - col < kTile ? up.n - col : kTile;

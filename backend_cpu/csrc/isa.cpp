@@ -10,7 +10,7 @@
 namespace hal_cpu {
 namespace {
 
-constexpr Isa kLevels[] = {Isa::kAvx2, Isa::kAvx512};
+constexpr Isa kLevels[] = {Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Bf16};
 
 // The register state the operating system saves; reading it needs OSXSAVE.
 unsigned long long saved_state() {
@@ -32,7 +32,15 @@ Isa measure() {
   if (!(b & (1u << 5))) return Isa::kNone;
   const unsigned wanted = (1u << 16) | (1u << 17) | (1u << 30) | (1u << 31);  // F DQ BW VL
   if ((b & wanted) != wanted || (state & 0xe6) != 0xe6) return Isa::kAvx2;
-  return Isa::kAvx512;
+  if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a & (1u << 5))) return Isa::kAvx512;
+  return Isa::kAvx512Bf16;
+}
+
+// Intel's cores start a bf16 dot product every second cycle but two fp32 multiply-adds each one.
+bool slow_bf16() {
+  unsigned a, b, c, d;
+  return __get_cpuid(0, &a, &b, &c, &d) && b == signature_INTEL_ebx && c == signature_INTEL_ecx &&
+         d == signature_INTEL_edx;
 }
 
 bool parse(std::string_view name, Isa* isa) {
@@ -72,6 +80,8 @@ const char* isa_name(Isa isa) {
       return "avx2";
     case Isa::kAvx512:
       return "avx512";
+    case Isa::kAvx512Bf16:
+      return "avx512bf16";
     default:
       return "none";
   }
@@ -80,20 +90,27 @@ const char* isa_name(Isa isa) {
 Isa usable_isa() {
   const Usable& value = usable();
   if (!value.bad_setting.empty())
-    fail("HAL_CPU_ISA is '", value.bad_setting, "'; it takes avx2 or avx512");
+    fail("HAL_CPU_ISA is '", value.bad_setting, "'; it takes avx2, avx512 or avx512bf16");
   return value.isa;
+}
+
+Isa preferred_isa() {
+  static const bool slow = slow_bf16();
+  const Isa best = usable_isa();
+  return best == Isa::kAvx512Bf16 && slow ? Isa::kAvx512 : best;
 }
 
 const Kernels& kernels_for(std::string_view name) {
   const Isa best = usable_isa();
-  Isa isa = best;
+  Isa isa = preferred_isa();
   if (name != "auto" && !parse(name, &isa))
-    fail("isa is '", std::string(name), "'; it takes avx2, avx512 or auto");
+    fail("isa is '", std::string(name), "'; it takes avx2, avx512, avx512bf16 or auto");
   if (isa > best)
     fail("isa '", std::string(name), "' is above the usable '", isa_name(best),
          "' (the CPU and operating system offer ", isa_name(usable().measured),
          best == usable().measured ? ")" : ", lowered by HAL_CPU_ISA)");
   if (isa == Isa::kNone) fail("this CPU or operating system does not offer AVX2, FMA and F16C");
+  if (isa == Isa::kAvx512Bf16) return kKernelsAvx512Bf16;
   return isa == Isa::kAvx512 ? kKernelsAvx512 : kKernelsAvx2;
 }
 

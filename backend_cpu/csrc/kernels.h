@@ -38,15 +38,21 @@ struct Activation {
   float alpha, limit;
 };
 
-// Rows of fp32 activations, zero-padded to whole words, with their block sums (null unless the
-// matrix has minimums).
+// Rows of activations: fp32, zero-padded to a whole tile, then what Kernels::split_row adds; with
+// their block sums where Kernels::needs_sums asks for them.
 struct Rows {
   const float* const* x;
   const float* const* sums;
   int64_t count;
+  int planes;
 };
 
 struct Kernels {
+  // bf16 planes that the kernels want beside a row of this kind, 0 if they take fp32 only.
+  int (*planes)(FloatKind kind);
+  // Fills the planes of a row in place, 2 * planes bytes per value behind the fp32 ones.
+  void (*split_row)(float* row, int64_t k, int planes);
+  bool (*needs_sums)(const Matrix& w);
   // dst[0..padded) = float(src[perm[i]]) * scale, zeros past k. False if perm leaves [0, k).
   bool (*load_row)(const void* src, FloatKind kind, const int32_t* perm, float scale, float* dst,
                    int64_t k, int64_t padded);
@@ -66,5 +72,6 @@ struct Kernels {
 
 extern const Kernels kKernelsAvx2;
 extern const Kernels kKernelsAvx512;
+extern const Kernels kKernelsAvx512Bf16;
 
 }  // namespace hal_cpu

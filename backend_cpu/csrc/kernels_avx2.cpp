@@ -8,9 +8,15 @@ namespace hal_cpu {
 namespace {
 #include "simd_avx2.h"
 #include "tile_block.inc.h"
+#include "walk.inc.h"
 #include "epilogue.inc.h"
+
+int no_planes(FloatKind) { return 0; }
+void no_split(float*, int64_t, int) {}
+bool needs_sums(const Matrix& w) { return w.mins != nullptr; }
 }  // namespace
 
-extern const Kernels kKernelsAvx2 = {load_row, block_sums, linear, gate_up, combine};
+extern const Kernels kKernelsAvx2 = {no_planes, no_split, needs_sums, load_row,
+                                     block_sums, linear, gate_up, combine};
 
 }  // namespace hal_cpu

@@ -45,12 +45,15 @@ struct Call {
 
 bool run_rows(const Call& c, int64_t begin, int64_t count) {
   const Matrix& m = c.w.first;
-  const int64_t padded = round_up(m.k, kTile), sums = m.mins ? sums_per_row(m) : 0;
+  const int64_t padded = round_up(m.k, kTile);
+  const int64_t sums = c.kernels.needs_sums(m) ? sums_per_row(m) : 0;
+  const int planes = m.bits == 4 ? c.kernels.planes(c.kind) : 0;
+  const int64_t stride = padded + padded * planes / 2;
   const auto bytes = [](int64_t n, size_t size) {
     return Scratch::bytes_for(static_cast<size_t>(n), size);
   };
-  Scratch scratch(bytes(count * padded, 4) + bytes(count * sums, 4) + 3 * bytes(count, 8));
-  auto* xf = scratch.take<float>(count * padded);
+  Scratch scratch(bytes(count * stride, 4) + bytes(count * sums, 4) + 3 * bytes(count, 8));
+  auto* xf = scratch.take<float>(count * stride);
   auto* sf = scratch.take<float>(count * sums);
   auto** x = scratch.take<const float*>(count);
   auto** s = scratch.take<const float*>(count);
@@ -58,10 +61,11 @@ bool run_rows(const Call& c, int64_t begin, int64_t count) {
 
   std::atomic<bool> inside{true};
   run_tasks(count, count * padded > kWorthThreads, [&](int64_t r) {
-    float* row = xf + r * padded;
+    float* row = xf + r * stride;
     if (!c.kernels.load_row(c.x + (begin + r) * m.k * c.size, c.kind, c.w.perm, 1.0f, row, m.k,
                             padded))
       inside = false;
+    if (planes) c.kernels.split_row(row, m.k, planes);
     if (sums) c.kernels.block_sums(row, m.k, m.group, sf + r * sums);
     x[r] = row;
     s[r] = sf + r * sums;
@@ -80,7 +84,7 @@ bool run_rows(const Call& c, int64_t begin, int64_t count) {
   const int64_t bands = div_up(count, rows);
   run_tasks(columns * bands, count * m.n * m.k > kWorthThreads, [&](int64_t task) {
     const int64_t tile = task / bands * step, r0 = task % bands * rows;
-    const Rows part{x + r0, sums ? s + r0 : nullptr, std::min(rows, count - r0)};
+    const Rows part{x + r0, sums ? s + r0 : nullptr, std::min(rows, count - r0), planes};
     c.kernels.linear(m, tile, std::min(step, tiles - tile), part, out + r0, c.out_kind);
   });
   return true;

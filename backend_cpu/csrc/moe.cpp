@@ -20,9 +20,15 @@ constexpr int64_t kScratchBytes = int64_t{64} << 20;
 struct Inputs {
   const float** x = nullptr;
   const float** sums = nullptr;
+  int planes = 0;
 
-  Rows rows(const Band& b) const { return {x + b.begin, sums ? sums + b.begin : nullptr, b.count}; }
+  Rows rows(const Band& b) const {
+    return {x + b.begin, sums ? sums + b.begin : nullptr, b.count, planes};
+  }
 };
+
+// A weighted row is a fp32 product whatever x is.
+FloatKind input_kind(const MoeCall& c) { return c.weight_on_input ? kFloat32 : c.kind; }
 
 class Turn {
  public:
@@ -46,6 +52,11 @@ class Turn {
   bool worth_;
   std::atomic<bool> inside_{true};
 
+  bool same_sums() const {
+    const Matrix &g = c.gate.first, &u = c.up.first;
+    const bool needed = c.kernels.needs_sums(g);
+    return needed == c.kernels.needs_sums(u) && (!needed || g.group == u.group);
+  }
   bool per_pair() const { return c.weight_on_input || c.gate.perm || c.up.perm; }
   int64_t token(int64_t at) const { return routing_.order[static_cast<size_t>(at)] / c.slots; }
   float weight(int64_t pair) const { return c.weights[first_ * c.slots + pair]; }
@@ -58,23 +69,29 @@ class Turn {
   void combine(const float* y, int64_t stride, char* out);
 };
 
-int64_t padded_row(int64_t n) { return round_up(n, kTile); }
+// Floats of a row with its planes, a whole number of tiles.
+int64_t row_floats(int64_t n, int planes) {
+  return round_up(n, kTile) + round_up(round_up(n, kTile) * planes / 2, kTile);
+}
 
 int64_t Turn::bytes_per_token(const MoeCall& c) {
-  const int64_t hidden = padded_row(c.hidden), inner = padded_row(c.intermediate);
-  const int64_t sums = (c.gate.first.mins ? sums_per_row(c.gate.first) : 0) +
-                       (c.up.first.mins ? sums_per_row(c.up.first) : 0) +
-                       (c.down.first.mins ? sums_per_row(c.down.first) : 0);
+  const int64_t input = row_floats(c.hidden, c.kernels.planes(input_kind(c)));
+  const int64_t inner = row_floats(c.intermediate, c.kernels.planes(kFloat32));
+  const int64_t hidden = row_floats(c.hidden, 0);
+  const int64_t sums =
+      (c.has_gate ? sums_per_row(c.gate.first) : 0) + sums_per_row(c.up.first) +
+      sums_per_row(c.down.first);
   // An upper bound: as if gate and up had their own inputs, per pair, and down a permutation.
   const bool pair = c.weight_on_input || c.gate.perm || c.up.perm;
-  const int64_t inputs = 2 * hidden * (pair ? c.slots : 1);
+  const int64_t inputs = 2 * input * (pair ? c.slots : 1);
   const int64_t inner_rows = inner * (c.down.perm ? 2 : 1);
   return 4 * (inputs + c.slots * (inner_rows + hidden + sums)) + 64 * (c.slots + 1) + 1024;
 }
 
 // Rows of x as `w` wants them: one per token, or one per pair if they differ between pairs.
 Inputs Turn::load(Scratch& s, const PackedMatrix& w) {
-  const int64_t stride = padded_row(c.hidden);
+  const int planes = c.kernels.planes(input_kind(c));
+  const int64_t stride = row_floats(c.hidden, planes);
   const bool pair = per_pair();
   const int64_t rows = pair ? pairs_ : tokens_;
   auto* data = s.take<float>(rows * stride);
@@ -92,10 +109,12 @@ Inputs Turn::load(Scratch& s, const PackedMatrix& w) {
     const float factor =
         c.weight_on_input ? weight(routing_.order[static_cast<size_t>(r)]) : 1.0f;
     if (!c.kernels.load_row(c.x + (first_ + t) * c.hidden * c.size, c.kind, perm, factor,
-                            data + r * stride, c.hidden, stride))
+                            data + r * stride, c.hidden, round_up(c.hidden, kTile)))
       inside_ = false;
+    c.kernels.split_row(data + r * stride, c.hidden, planes);
   });
   Inputs in;
+  in.planes = planes;
   in.x = s.take<const float*>(pairs_);
   for (int64_t at = 0; at < pairs_; ++at)
     in.x[at] = data + row_of[static_cast<size_t>(at)] * stride;
@@ -106,7 +125,7 @@ Inputs Turn::load(Scratch& s, const PackedMatrix& w) {
 void Turn::add_sums(Scratch& s, const PackedMatrix& w, Inputs& in, int64_t rows,
                     const float* data, int64_t stride, const std::vector<int32_t>& row_of) {
   in.sums = nullptr;
-  if (!w.first.mins) return;
+  if (!c.kernels.needs_sums(w.first)) return;
   const int64_t count = sums_per_row(w.first);
   auto* sums = s.take<float>(rows * count);
   in.sums = s.take<const float*>(pairs_);
@@ -136,22 +155,27 @@ void Turn::over_columns(int64_t n, const F& task) {
 // The rows of `down`: h itself, or h in the order its permutation asks for.
 Inputs Turn::finish_hidden(Scratch& s, float* h, int64_t stride) {
   const PackedMatrix& w = c.down;
-  const float* data = h;
+  float* data = h;
   if (w.perm) {
     auto* ordered = s.take<float>(pairs_ * stride);
     for (const Band& b : routing_.experts) {
       run_tasks(b.count, b.count * stride > kWorthThreads, [&](int64_t i) {
         const int64_t at = b.begin + i;
         if (!c.kernels.load_row(h + at * stride, kFloat32, w.expert_perm(b.expert), 1.0f,
-                                ordered + at * stride, c.intermediate, stride))
+                                ordered + at * stride, c.intermediate,
+                                round_up(c.intermediate, kTile)))
           inside_ = false;
       });
     }
     data = ordered;
   }
   Inputs in;
+  in.planes = c.kernels.planes(kFloat32);
   in.x = s.take<const float*>(pairs_);
   for (int64_t at = 0; at < pairs_; ++at) in.x[at] = data + at * stride;
+  run_tasks(in.planes ? pairs_ : 0, pairs_ * stride > kWorthThreads, [&](int64_t at) {
+    c.kernels.split_row(data + at * stride, c.intermediate, in.planes);
+  });
   add_sums(s, w, in, pairs_, data, stride, {});
   return in;
 }
@@ -191,11 +215,12 @@ void Turn::combine(const float* y, int64_t stride, char* out) {
 }
 
 bool Turn::run(char* out) {
-  const int64_t hidden = padded_row(c.hidden), inner = padded_row(c.intermediate);
+  const int64_t hidden = row_floats(c.hidden, 0);
+  const int64_t inner = row_floats(c.intermediate, c.kernels.planes(kFloat32));
   Scratch scratch(static_cast<size_t>(bytes_per_token(c) * tokens_) + 4096);
   const Inputs up = load(scratch, c.up);
   Inputs gate = up;
-  if (c.has_gate && (c.gate.perm || c.up.perm || c.gate.first.mins)) gate = load(scratch, c.gate);
+  if (c.has_gate && (c.gate.perm || c.up.perm || !same_sums())) gate = load(scratch, c.gate);
   if (!inside_) return false;
 
   auto* h = scratch.take<float>(pairs_ * inner);

@@ -12,6 +12,10 @@ void usable_isa_op(StableIValue* stack, uint64_t, uint64_t) {
   stack[0] = torch::stable::detail::from(std::string(isa_name(usable_isa())));
 }
 
+void preferred_isa_op(StableIValue* stack, uint64_t, uint64_t) {
+  stack[0] = torch::stable::detail::from(std::string(isa_name(preferred_isa())));
+}
+
 }  // namespace hal_cpu
 
 // clang-format off
@@ -36,6 +40,7 @@ void usable_isa_op(StableIValue* stack, uint64_t, uint64_t) {
 
 STABLE_TORCH_LIBRARY(hal_cpu, m) {
   m.def("usable_isa() -> str");
+  m.def("preferred_isa() -> str");
   m.def("pack(Tensor values, int k, int bits) -> Tensor");
   m.def("unpack(Tensor packed, int n, int k, int bits, bool signed) -> Tensor");
   m.def("pack_groups(Tensor groups) -> Tensor");
@@ -51,6 +56,7 @@ STABLE_TORCH_LIBRARY(hal_cpu, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(hal_cpu, CompositeExplicitAutograd, m) {
   m.impl("usable_isa", &hal_cpu::usable_isa_op);
+  m.impl("preferred_isa", &hal_cpu::preferred_isa_op);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(hal_cpu, CPU, m) {

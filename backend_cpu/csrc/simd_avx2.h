@@ -1,10 +1,8 @@
 // Sixteen fp32 lanes in two AVX2 registers. Included inside an anonymous namespace.
 constexpr int HAL_PREFETCH_WORDS = 16;  // cache lines ahead of the codes in use
-constexpr int kSmallTiles = 2;  // tiles per block for one row
-constexpr int kBigRows = 4;     // rows and tiles per block for many rows
-constexpr int kBigTiles = 1;
-constexpr int kMidRows = 2;
-constexpr int kMidTiles = 1;
+constexpr int kMaxRows = 4;  // rows of the largest block
+// Tiles beside R rows: as many sums as leave registers for the codes.
+constexpr int block_tiles(int rows) { return rows == 1 ? 2 : 1; }
 
 struct VF {
   __m256 lo, hi;

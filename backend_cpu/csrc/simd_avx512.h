@@ -1,10 +1,8 @@
 // Sixteen fp32 lanes in one AVX512 register. Included inside an anonymous namespace.
 constexpr int HAL_PREFETCH_WORDS = 16;  // cache lines ahead of the codes in use
-constexpr int kSmallTiles = 4;  // tiles per block for one row
-constexpr int kBigRows = 8;     // rows and tiles per block for many rows
-constexpr int kBigTiles = 2;
-constexpr int kMidRows = 4;
-constexpr int kMidTiles = 4;
+constexpr int kMaxRows = 8;  // rows of the largest block
+// Tiles beside R rows: as many sums as leave registers for the codes.
+constexpr int block_tiles(int rows) { return rows == 8 ? 2 : 4; }
 
 using VF = __m512;
 using VI = __m512i;

@@ -57,10 +57,12 @@ static __attribute__((noinline)) void tile_block(const Matrix& m, int64_t tile,
   const int64_t words = m.words;
   const int64_t group_words = m.groups == 1 ? words : m.group / kPerWord;
   const int32_t* code[C];
+#pragma GCC unroll 8
   for (int c = 0; c < C; ++c) code[c] = m.codes + (tile + c) * words * kTile;
 
   VI mask[P], magic[P];
   VF offset[P];
+#pragma GCC unroll 4
   for (int p = 0; p < P; ++p) {
     mask[p] = iset(((1 << BITS) - 1) << (p * BITS));
     magic[p] = iset(code_magic<BITS, ZERO>(p));
@@ -68,7 +70,9 @@ static __attribute__((noinline)) void tile_block(const Matrix& m, int64_t tile,
   }
 
   VF total[R][C];
+#pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
     for (int c = 0; c < C; ++c) total[r][c] = vzero();
 
   int64_t block = 0;
@@ -77,15 +81,19 @@ static __attribute__((noinline)) void tile_block(const Matrix& m, int64_t tile,
     const int64_t last = first + group_words < words ? first + group_words : words;
     VF zero[C][P];
     if (ZERO == kZeroInteger) {
+#pragma GCC unroll 8
       for (int c = 0; c < C; ++c) {
         const VF z = vload_u8(m.zeros + ((tile + c) * m.groups + g) * kTile);
+#pragma GCC unroll 4
         for (int p = 0; p < P; ++p) zero[c][p] = vadd(z, offset[p]);
       }
     }
     for (int64_t begin = first; begin < last; begin += kBlock / kPerWord, ++block) {
       const int64_t end = begin + kBlock / kPerWord < last ? begin + kBlock / kPerWord : last;
       VF part[R][C];
+#pragma GCC unroll 8
       for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
         for (int c = 0; c < C; ++c) part[r][c] = vzero();
 
       for (int64_t i = begin; i < end; ++i) {
@@ -114,20 +122,25 @@ static __attribute__((noinline)) void tile_block(const Matrix& m, int64_t tile,
         }
       }
 
+#pragma GCC unroll 8
       for (int c = 0; c < C; ++c) {
         const int64_t at = ((tile + c) * m.groups + g) * kTile;
         const VF scale = load_kind(m.scales, m.scale_kind, at);
+#pragma GCC unroll 8
         for (int r = 0; r < R; ++r) total[r][c] = vfma(part[r][c], scale, total[r][c]);
         if (ZERO == kZeroMinimum) {
           const VF shift = vfma(scale, vset((float)(1 << (BITS - 1))),
                                 load_kind(m.mins, m.min_kind, at));
+#pragma GCC unroll 8
           for (int r = 0; r < R; ++r)
             total[r][c] = vfma(shift, vset(sums[r][block]), total[r][c]);
         }
       }
     }
   }
+#pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
     for (int c = 0; c < C; ++c) vstore(out + (r * C + c) * kTile, total[r][c]);
 }
 
@@ -143,39 +156,4 @@ static void any_block(const Matrix& m, int64_t tile, const float* const* x,
   if (zero == kZeroNone) return tile_block<8, kZeroNone, R, C>(m, tile, x, sums, out);
   if (zero == kZeroInteger) return tile_block<8, kZeroInteger, R, C>(m, tile, x, sums, out);
   return tile_block<8, kZeroMinimum, R, C>(m, tile, x, sums, out);
-}
-
-// One step of a walk over rows: how many rows the best variant takes.
-HAL_INLINE int64_t next_rows(int64_t left) {
-  if (left >= kBigRows) return kBigRows;
-  if (left >= kMidRows) return kMidRows;
-  return 1;
-}
-
-// out[r * kTilesPerCall * kTile + c * kTile + lane] for `rows` rows as given by next_rows.
-static void rows_block(const Matrix& m, int64_t tile, int64_t tiles, int64_t rows,
-                       const float* const* x, const float* const* sums, float* out) {
-  constexpr int64_t kLine = kTilesPerCall * kTile;
-  float buffer[kBigRows * kTilesPerCall * kTile];
-  for (int64_t done = 0; done < tiles;) {
-    const int64_t left = tiles - done;
-    int64_t step = 1;
-    if (rows == kBigRows) {
-      step = left >= kBigTiles ? kBigTiles : 1;
-      if (step == kBigTiles) any_block<kBigRows, kBigTiles>(m, tile + done, x, sums, buffer);
-      else any_block<kBigRows, 1>(m, tile + done, x, sums, buffer);
-    } else if (rows == kMidRows) {
-      step = left >= kMidTiles ? kMidTiles : 1;
-      if (step == kMidTiles) any_block<kMidRows, kMidTiles>(m, tile + done, x, sums, buffer);
-      else any_block<kMidRows, 1>(m, tile + done, x, sums, buffer);
-    } else {
-      step = left >= kSmallTiles ? kSmallTiles : 1;
-      if (step == kSmallTiles) any_block<1, kSmallTiles>(m, tile + done, x, sums, buffer);
-      else any_block<1, 1>(m, tile + done, x, sums, buffer);
-    }
-    for (int64_t r = 0; r < rows; ++r)
-      for (int64_t c = 0; c < step; ++c)
-        vstore(out + r * kLine + (done + c) * kTile, vload(buffer + (r * step + c) * kTile));
-    done += step;
-  }
 }

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 TILE = 16
-ISA_LEVELS = ("avx2", "avx512")
+ISA_LEVELS = ("avx2", "avx512", "avx512bf16")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_oai", "relu2")
 
 _LIBRARY = Path(__file__).with_name("_hal_backend_cpu.so")
@@ -33,8 +33,13 @@ ops = torch.ops.hal_cpu
 
 
 def usable_isa() -> str:
-    """Best level this process may use ("avx512", "avx2" or "none"), lowered by HAL_CPU_ISA."""
+    """Highest of ISA_LEVELS that this process may use, lowered by HAL_CPU_ISA; "none" without AVX2."""
     return ops.usable_isa()
+
+
+def preferred_isa() -> str:
+    """The usable level that is fastest here, which "auto" means."""
+    return ops.preferred_isa()
 
 
 def packed_shape(n: int, k: int, bits: int) -> tuple[int, int, int]:
