@@ -16,7 +16,11 @@ from hal_core.registry import BackendRow, default_registry
 from hal_core.select import candidates_from, select_from
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    import torch
 
     from hal_core.formats.base import Checkpoint
     from hal_core.kernel import LinearWeights, MoEWeights
@@ -97,14 +101,21 @@ def policy(text: Policy | str) -> AbstractContextManager[Policy]:
     return use_policy(text)
 
 
-def load(path: Any, *args: Any, **options: Any) -> Any:
+def load(
+    path: str | Path | Checkpoint,
+    *,
+    policy: Policy | str | None = None,
+    numerics: str = "checkpoint",
+    dtype: torch.dtype | str | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> Any:
     """A ``transformers`` model of a quantized checkpoint; see :func:`hal_core.integrations.transformers.load`."""
     from hal_core.integrations.transformers import load as load_model
 
-    return load_model(path, *args, **options)
+    return load_model(path, policy=policy, numerics=numerics, dtype=dtype, progress=progress)
 
 
-def open_checkpoint(path: Any) -> Checkpoint:
+def open_checkpoint(path: str | Path) -> Checkpoint:
     """An opened checkpoint (folder or single file): names and schemes now, tensors on demand."""
     from hal_core.formats import open_checkpoint as open_format
 

@@ -64,7 +64,7 @@ def from_json(cls: type[T], data: JsonValue, where: str = "$") -> T:
     """Decode plain JSON types into the frozen dataclass ``cls``; ``where`` is the path shown in errors."""
     if not isinstance(data, dict):
         raise _mismatch(where, f"an object ({cls.__name__})", data)
-    hints = _hints(cls)
+    hints = _hints(cast(Any, cls))
     fields = {f.name: f for f in dataclasses.fields(cast(Any, cls))}
     data = _without_tag(cls, data, where)
     for key in data:
@@ -155,12 +155,13 @@ def _decode_tuple(hint: Any, data: JsonValue, where: str) -> tuple[Any, ...]:
 
 def _decode_scalar(hint: Any, data: JsonValue, where: str) -> Any:
     if hint is float and isinstance(data, (int, float)) and not isinstance(data, bool):
-        if not math.isfinite(data):
-            raise _mismatch(where, "a finite number", data)
         try:
-            return float(data)
+            number = float(data)
         except OverflowError as error:
             raise _mismatch(where, "a number that fits a double", data) from error
+        if not math.isfinite(number):
+            raise _mismatch(where, "a finite number", data)
+        return number
     if hint in (int, str, bool) and type(data) is hint:
         return data
     raise _mismatch(where, getattr(hint, "__name__", str(hint)), data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import Enum
 
@@ -41,8 +42,9 @@ class Granularity:
             raise ValueDecodeError(f"granularity {self.kind.value}", f"group is {self.group}", "group goes with kind 'group' only")
         if (self.kind is GranularityKind.BLOCK) != (self.block is not None):
             raise ValueDecodeError(f"granularity {self.kind.value}", f"block is {self.block}", "block goes with kind 'block' only")
-        if any(size < 1 for size in (self.group or 1, *(self.block or ()))) or self.group == 0:
-            raise ValueDecodeError(f"granularity {self}", "sizes must be positive")
+        sizes = (*((self.group,) if self.group is not None else ()), *(self.block or ()))
+        if not all(1 <= size < 1 << 31 for size in sizes):
+            raise ValueDecodeError(f"granularity {self}", f"sizes must be between 1 and {(1 << 31) - 1}")
 
     @classmethod
     def tensor(cls) -> Granularity:
@@ -76,15 +78,12 @@ class Granularity:
         """Inverse of ``str``: ``tensor``, ``channel``, ``token``, ``g128``, ``b128x128``."""
         if text in ("tensor", "channel", "token"):
             return cls(GranularityKind(text))
-        head, rest = text[:1], text[1:]
-        try:
-            if head == "g":
-                return cls.groups(int(rest))
-            if head == "b":
-                rows, columns = rest.split("x")
-                return cls.blocks(int(rows), int(columns))
-        except ValueError:
-            pass  # falls to the one error below, which shows the whole text
+        # Written as str() writes it: no sign, no leading zero, digits that int() surely takes.
+        size = "([1-9][0-9]{0,9})"
+        if found := re.fullmatch(f"g{size}", text):
+            return cls.groups(int(found[1]))
+        if found := re.fullmatch(f"b{size}x{size}", text):
+            return cls.blocks(int(found[1]), int(found[2]))
         raise ValueDecodeError(f"granularity {text!r}", "not understood", "use tensor, channel, token, g128 or b128x128")
 
 
@@ -108,6 +107,13 @@ class WeightScheme:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueDecodeError(f"weight dtype {self.dtype!r}", "unknown", f"known: {', '.join(DTYPES)}")
+        plain = self.granularity.kind is GranularityKind.CHANNEL and self.zero is ZeroKind.NONE and not self.act_order
+        if not self.quantized and not plain:
+            raise ValueDecodeError(f"weight dtype {self.dtype}", "given a granularity, zero or act-order", "an unquantized weight has none")
+        if self.granularity.kind is GranularityKind.TOKEN:
+            raise ValueDecodeError("weight granularity 'token'", "weights have no tokens", "use tensor, channel, g128 or b128x128")
+        if self.act_order and self.granularity.group is None:
+            raise ValueDecodeError(f"weight act-order with granularity {self.granularity}", "it orders groups", "give a group size")
 
     @property
     def bits(self) -> int:
@@ -128,15 +134,13 @@ class WeightScheme:
     def parse(cls, text: str) -> WeightScheme:
         """Inverse of ``str``, e.g. ``int4:g128``, ``int4:g32:zero``, ``int8:channel``, ``bf16``."""
         dtype, *rest = text.split(":")
-        zero, act_order, granularity = ZeroKind.NONE, False, Granularity.channel()
-        for part in rest:
-            if part in ("zero", "min"):
-                zero = ZeroKind.INTEGER if part == "zero" else ZeroKind.MINIMUM
-            elif part == "act_order":
-                act_order = True
-            else:
-                granularity = Granularity.parse(part)
-        return cls(dtype, granularity, zero, act_order)
+        act_order = rest[-1:] == ["act_order"]
+        rest = rest[: len(rest) - act_order]
+        zero = {"zero": ZeroKind.INTEGER, "min": ZeroKind.MINIMUM}.get(rest[-1], ZeroKind.NONE) if rest else ZeroKind.NONE
+        rest = rest[: len(rest) - (zero is not ZeroKind.NONE)]
+        if len(rest) > 1:
+            raise ValueDecodeError(f"weight scheme {text!r}", "too many parts", "use dtype:granularity[:zero|:min][:act_order]")
+        return cls(dtype, Granularity.parse(rest[0]) if rest else Granularity.channel(), zero, act_order)
 
 
 @dataclass(frozen=True)

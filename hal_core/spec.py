@@ -62,7 +62,7 @@ class Activation:
             raise ValueDecodeError("activation.limit", f"{self.limit} is not positive", "leave it out for no limit")
 
     def __str__(self) -> str:
-        extra = [f"alpha={self.alpha:g}"] * (self.alpha is not None) if self.alpha is not None else []
+        extra = [f"alpha={self.alpha:g}"] if self.alpha is not None else []
         extra += [f"limit={self.limit:g}"] if self.limit is not None else []
         return self.kind + (f"({', '.join(extra)})" if extra else "")
 

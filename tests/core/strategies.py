@@ -1,0 +1,132 @@
+"""Hypothesis strategies for the values of hal_core, with their rules respected."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from hal_core.machine import DEVICE_KINDS, Denied, Device, FactMark, Machine, Mark, Version
+from hal_core.manifest import BackendManifest
+from hal_core.numerics import ActivationQuant, Numerics
+from hal_core.refusal import CODES, Refusal
+from hal_core.registry import BackendRow
+from hal_core.schemes import DTYPES, FLOAT_DTYPES, ActivationScheme, Granularity, GranularityKind, WeightScheme, ZeroKind
+from hal_core.selection import Candidate, Interval, Padding, Parameter, Selection, Transform
+from hal_core.spec import ACTIVATIONS, FLOATS, OPS, ROUTING_FORMS, Activation, EmbeddingSpec, KVCacheSpec, LinearSpec, MoESpec
+
+sizes = st.integers(1, 1 << 20)
+words = st.text(min_size=1, max_size=12)
+positive = st.floats(min_value=1e-9, max_value=1e9)
+finite = st.floats(allow_nan=False, allow_infinity=False)
+floats = st.sampled_from(FLOATS)
+
+granularities = st.one_of(
+    st.just(Granularity.tensor()),
+    st.just(Granularity.channel()),
+    st.builds(Granularity.groups, sizes),
+    st.builds(Granularity.blocks, sizes, sizes),
+)
+activation_granularities = st.one_of(granularities, st.just(Granularity.token()))
+
+
+@st.composite
+def weight_schemes(draw: st.DrawFn) -> WeightScheme:
+    dtype = draw(st.sampled_from(tuple(DTYPES)))
+    if dtype in FLOAT_DTYPES:
+        return WeightScheme(dtype)
+    granularity = draw(granularities)
+    act_order = granularity.kind is GranularityKind.GROUP and draw(st.booleans())
+    return WeightScheme(dtype, granularity, draw(st.sampled_from(ZeroKind)), act_order)
+
+
+schemes = weight_schemes()
+activation_schemes = st.builds(ActivationScheme, st.sampled_from(tuple(DTYPES)), activation_granularities, st.booleans(), st.booleans())
+activation_quants = st.builds(ActivationQuant, st.sampled_from(tuple(DTYPES)), activation_granularities.map(str))
+numerics = st.builds(
+    Numerics,
+    st.lists(activation_quants, max_size=3).map(lambda found: tuple(sorted(set(found)))),
+    st.sampled_from(("as_stored", "rescaled")),
+    st.sampled_from(("own", "fp32", "tf32", "bf16", "fp16")),
+    st.sampled_from(("fp32", "tf32", "bf16", "fp16")),
+    st.booleans(),
+    st.booleans(),
+)
+optional = st.none() | activation_schemes
+linear_specs = st.builds(LinearSpec, sizes, sizes, schemes, optional, numerics, floats, st.none() | floats, st.booleans(), st.booleans())
+embedding_specs = st.builds(EmbeddingSpec, sizes, sizes, schemes, numerics, floats, st.booleans())
+activations = st.builds(Activation, st.sampled_from(ACTIVATIONS), st.none(), st.none() | positive) | st.builds(
+    Activation, st.just("swiglu_oai"), positive, st.none() | positive
+)
+
+
+@st.composite
+def moe_spec(draw: st.DrawFn) -> MoESpec:
+    experts = draw(st.integers(1, 512))
+    return MoESpec(
+        experts, draw(st.integers(1, experts)), draw(sizes), draw(sizes), draw(schemes), draw(schemes), draw(st.none() | schemes),
+        draw(activations), draw(optional), draw(numerics), draw(floats), draw(st.none() | floats), draw(st.sampled_from(ROUTING_FORMS)),
+        draw(st.none() | st.integers(1, experts)), draw(st.booleans()), draw(st.booleans()), draw(st.booleans()), draw(finite),
+        draw(st.integers(0, 4)), draw(st.booleans()),
+    )  # fmt: skip
+
+
+@st.composite
+def kv_spec(draw: st.DrawFn) -> KVCacheSpec:
+    kv_heads = draw(st.integers(1, 64))
+    heads = kv_heads * draw(st.integers(1, 16))
+    return KVCacheSpec(heads, kv_heads, draw(sizes), draw(sizes), draw(schemes), draw(schemes), draw(numerics), draw(floats))
+
+
+specs = st.one_of(linear_specs, embedding_specs, moe_spec(), kv_spec())
+devices = st.builds(
+    Device, st.sampled_from(DEVICE_KINDS), words, words, words, st.none() | st.integers(1, 1000), st.none() | st.integers(1, 1 << 45)
+)
+machines = st.builds(
+    Machine,
+    words,
+    st.lists(devices, max_size=3).map(tuple),
+    st.lists(words, max_size=3).map(tuple),
+    st.lists(st.builds(Denied, words, words, words), max_size=2).map(tuple),
+    st.lists(st.builds(Version, words, words), max_size=2).map(tuple),
+    st.lists(st.builds(FactMark, words, st.sampled_from(Mark)), max_size=2).map(tuple),
+)
+refusals = st.builds(Refusal, st.sampled_from(tuple(CODES)), words, words, words)
+manifests = st.builds(
+    BackendManifest,
+    name=st.from_regex(r"[a-z][a-z0-9_]{0,8}", fullmatch=True),
+    distribution=words,
+    contract=st.integers(-5, 100),
+    torch=st.sampled_from(("", ">=2.11", "==2.8.*", ">=2.11,<3")),
+    ops=st.lists(st.sampled_from(OPS), max_size=2).map(tuple),
+    install=words,
+    platforms=st.lists(words, max_size=2).map(tuple),
+    isa=st.lists(words, max_size=2).map(tuple),
+    architectures=st.lists(words, max_size=2).map(tuple),
+)
+rows = st.builds(
+    BackendRow, words, words, words, st.sampled_from(("ready", "no_device", "refused", "failed")),
+    st.lists(refusals, max_size=2).map(tuple), st.none() | manifests, st.lists(words, max_size=2).map(tuple),
+)  # fmt: skip
+
+
+@st.composite
+def candidate(draw: st.DrawFn) -> Candidate:
+    reasons = tuple(draw(st.lists(refusals, max_size=2)))
+    chosen = not reasons and draw(st.booleans())
+    return Candidate(draw(words), draw(words), not reasons, chosen, draw(st.integers(-10, 10)), reasons)
+
+
+parameters = st.builds(Parameter, words, st.one_of(words, st.integers(), finite, st.booleans()))
+
+
+@st.composite
+def selection(draw: st.DrawFn) -> Selection:
+    ends = [*sorted(draw(st.sets(st.integers(1, 10_000), max_size=3))), None]
+    starts = [1, *(end + 1 for end in ends if end is not None)]
+    intervals = tuple(
+        Interval(start, end, draw(words), tuple(draw(st.lists(parameters, max_size=2)))) for start, end in zip(starts, ends, strict=True)
+    )
+    return Selection(
+        draw(specs), draw(words), draw(words), intervals, tuple(draw(st.lists(candidate(), max_size=3))), draw(numerics),
+        tuple(draw(st.lists(st.builds(Transform, words, finite), max_size=1))), tuple(draw(st.lists(st.builds(Padding, words, sizes, sizes), max_size=1))),
+        tuple(draw(st.lists(words, max_size=1))), draw(st.none() | words), tuple(draw(st.lists(words, max_size=1))),
+    )  # fmt: skip
