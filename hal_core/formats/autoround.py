@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from hal_core.errors import FormatError
 from hal_core.formats.awq_tensors import AWQPacking
 from hal_core.formats.gptq_tensors import GPTQPacking
 from hal_core.formats.packing import Decision, Rule
@@ -17,6 +16,8 @@ if TYPE_CHECKING:
 __all__ = ["AutoRoundRules"]
 
 _BITS = (2, 3, 4, 8)
+#: A key without any of a pattern's special characters but the dot, which every module name has.
+_PLAIN_NAME = re.compile(r"[\w.\-]+")
 #: packing_format: the layout, its bits, and whether the stored zero point is minus one. Only auto_gptq's is.
 _PACKINGS: dict[str, tuple[Packing, tuple[int, ...], bool]] = {
     "auto_round": (GPTQPacking(), _BITS, False),
@@ -34,24 +35,25 @@ class AutoRoundRules:
         self.config = config
         self.packing_format = self._packing_format()
         self.packing, self._bits, self._minus_one = _PACKINGS[self.packing_format]
-        for field in ("act_bits",):
-            if config.integer(field, 16) < 16:
-                raise config.error(field, f"{config.fields[field]}-bit activations are not served for packing {self.packing_format}")
+        if config.integer("act_bits", 16) < 16:
+            raise config.error("act_bits", f"{config.fields['act_bits']} is not served for packing {self.packing_format}", "served: 16")
         self.base = self._rule(config)
         self._blocks = self._block_names()
         self._exact: dict[str, tuple[Rule, bool]] = {}
         self._patterns: list[tuple[re.Pattern[str], str, Rule, bool]] = []
         for key, value in config.mapping("extra_config").items():
-            rule, quantized = self._override(key, config.sub(value, f"extra_config {key!r}"))
+            rule, quantized = self._override(config.sub(value, f"extra_config {key!r}"))
             self._exact[key] = (rule, quantized)
-            if re.escape(key) != key.replace(".", r"\.").replace("-", r"\-"):
-                self._patterns.append((compile_pattern(key, config.where), key, rule, quantized))
+            # A plain name also stands for what is below it; as a pattern, `layers.1` would reach into `layers.10`.
+            pattern = rf"(^|\.){re.escape(key)}(\.|$)" if _PLAIN_NAME.fullmatch(key) else key
+            self._patterns.append((compile_pattern(pattern, config.where), key, rule, quantized))
 
     def _packing_format(self) -> str:
         """Older files name a backend instead; those that are also packings mean the same."""
         name: str = self.config.text("packing_format", None) or self.config.text("backend", "auto_round")
         if name not in _PACKINGS:
-            raise self.config.error("packing_format", f"{name!r} is not served", f"served: {', '.join(_PACKINGS)}; export the model again in one of them")
+            served = ", ".join(_PACKINGS)
+            raise self.config.error("packing_format", f"{name!r} is not served", f"served: {served}; export the model again in one of them")
         return name
 
     def _block_names(self) -> tuple[str, ...]:
@@ -59,7 +61,9 @@ class AutoRoundRules:
             value = self.config.fields.get(field)
             if value is None:
                 continue
-            flat = [part for item in (value if isinstance(value, list) else [value]) for part in (item if isinstance(item, list) else [item])]
+            flat: list[Any] = []
+            for item in value if isinstance(value, list) else [value]:
+                flat += item if isinstance(item, list) else [item]
             if not all(isinstance(part, str) for part in flat):
                 raise self.config.error(field, "expected names of blocks")
             return tuple(name.strip() for part in flat for name in part.split(","))
@@ -75,7 +79,7 @@ class AutoRoundRules:
         symmetric = fields.flag("sym", None if base is None else base.symmetric)
         return Rule(self.packing, bits, group, symmetric, self._minus_one)
 
-    def _override(self, key: str, fields: QuantConfig) -> tuple[Rule, bool]:
+    def _override(self, fields: QuantConfig) -> tuple[Rule, bool]:
         bits: Any = fields.integer("bits", self.base.bits)
         if bits >= 16:
             return self.base, False
@@ -97,5 +101,5 @@ class AutoRoundRules:
 
 
 def _router_pattern(key: str, module: str) -> bool:
-    """A router's pattern, ``.*mlp\\.gate.*``, also matches a dense layer's ``mlp.gate_proj``: there the tensors decide."""
+    """A pattern meant for the router, ``mlp.gate`` and anything after, also matches ``mlp.gate_proj``: there the tensors decide."""
     return module.endswith("gate_proj") and re.search(r"gate(\.\*|\$)?$", key) is not None

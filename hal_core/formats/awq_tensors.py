@@ -2,6 +2,9 @@
 
 GEMM: ``qweight`` int32 ``[K, N/8]``, ``qzeros`` int32 ``[G, N/8]``, ``scales`` float ``[G, N]``. The nibbles of a word,
 lowest first, hold columns 0, 2, 4, 6, 1, 3, 5, 7 of its eight. Zero points are stored as they are. 4 bits only.
+
+GEMV: ``qweight`` int32 ``[N, K/8]`` in natural order, ``qzeros`` int32 ``[N, W]``, ``scales`` float ``[N, 8W]``, where W
+is the words that G zero points fill, rounded up to what its kernel reads at once; only the first G columns count.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from torch.nn.functional import pad
 
 from hal_core.canonical import QuantizedTensor, unpack_nibbles
 from hal_core.errors import FormatError
-from hal_core.formats.bitstream import pack_fields, signed_storage, unpack_fields, unsigned_storage
+from hal_core.formats.bitstream import canonical_codes, pack_fields, signed_storage, stored_codes, unpack_fields, unsigned_storage
 from hal_core.formats.gptq_tensors import group_count
 from hal_core.formats.packing import Packing, Plan, check_scales, check_symmetric, expect, expect_float, expect_part
 
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
     from hal_core.formats.packing import Rule
     from hal_core.formats.safetensors_file import TensorInfo
 
-__all__ = ["AWQPacking"]
+__all__ = ["AWQGemvPacking", "AWQPacking"]
 
 #: Column of the eight held by each nibble of a word, and where each column's nibble is.
 _COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -54,7 +57,7 @@ class AWQPacking(Packing):
         (n, k), module = plan.shape, plan.module
         scales = tensors["scales"].t().contiguous()
         check_scales(scales, f"{module}.scales")
-        zeros = unpack_fields(tensors["qzeros"], 4, n).unflatten(-1, (-1, 8))[..., _NIBBLES].flatten(-2)
+        zeros = unpack_fields(tensors["qzeros"], 4, n).view(-1, n // 8, 8)[..., _NIBBLES].flatten(-2)
         values = _pair_rows(tensors["qweight"])
         if plan.rule.symmetric:
             check_symmetric(zeros, 4, f"{module}.qzeros")
@@ -73,9 +76,63 @@ class AWQPacking(Packing):
         }
 
 
+class AWQGemvPacking(Packing):
+    """GEMV."""
+
+    name = "awq:gemv"
+    suffixes = ("qweight", "qzeros", "scales")
+
+    def plan(self, module: str, parts: Mapping[str, TensorInfo], rule: Rule) -> Plan:
+        qweight, qzeros, scales = (expect_part(module, parts, suffix) for suffix in self.suffixes)
+        if len(qweight.shape) != 2 or not all(qweight.shape):
+            raise FormatError(f"tensor {qweight.name}", f"shape {list(qweight.shape)} is not [N, K/8]")
+        n, k = qweight.shape[0], qweight.shape[1] * 8
+        width = _gemv_width(k, rule.group, qweight.name)
+        why = f"AWQ GEMV, group size {rule.group}, K={k}, N={n}"
+        expect(qweight, "I32", qweight.shape, why)
+        expect_float(scales, (n, 8 * width), why)
+        expect(qzeros, "I32", (n, width), why)
+        return Plan(module, rule, parts, (n, k), rule.scheme(group_count(k, rule.group)))
+
+    def unpack(self, tensors: Mapping[str, Tensor], plan: Plan) -> QuantizedTensor:
+        (_, k), module = plan.shape, plan.module
+        groups = group_count(k, plan.rule.group)
+        scales = tensors["scales"][:, :groups].contiguous()
+        check_scales(scales, f"{module}.scales")
+        zeros = unpack_fields(tensors["qzeros"], 4, groups).contiguous()
+        values = canonical_codes(tensors["qweight"], 4, k)
+        if plan.rule.symmetric:
+            check_symmetric(zeros, 4, f"{module}.qzeros")
+            return QuantizedTensor(plan.scheme, plan.shape, signed_storage(values, 4, k), scales)
+        return QuantizedTensor(plan.scheme, plan.shape, values, scales, zeros=zeros)
+
+    def pack(self, weight: QuantizedTensor, rule: Rule) -> dict[str, Tensor]:
+        n, k = weight.shape
+        assert weight.scales is not None  # integer schemes have scales
+        groups = weight.scales.shape[1]
+        room = 8 * _gemv_width(k, rule.group, "to pack") - groups
+        values = weight.values if weight.zeros is not None else unsigned_storage(weight.values, 4, k)
+        zeros = torch.full((n, groups), 8, dtype=torch.uint8) if weight.zeros is None else weight.zeros
+        return {
+            "qweight": stored_codes(values, 4, k),
+            "qzeros": pack_fields(pad(zeros, (0, room)), 4),
+            "scales": pad(weight.scales, (0, room)),
+        }
+
+
+def _gemv_width(k: int, group: int, name: str) -> int:
+    """Words of zero points a row: the kernel of small groups reads two or four at once."""
+    size = k if group == -1 else group
+    step = 1 if size >= 128 else {64: 2, 32: 4}.get(size)
+    if step is None:
+        raise FormatError(f"tensor {name}", f"group size {size} has no AWQ GEMV layout", "served: 32, 64, and 128 or more")
+    words = -(-group_count(k, group) // 8)
+    return -(-words // step) * step
+
+
 def _interleave(codes: Tensor) -> Tensor:
     """uint8 ``[R, N]`` to words ``[R, N/8]`` in the order above."""
-    return pack_fields(codes.contiguous().unflatten(-1, (-1, 8))[..., _COLUMNS].flatten(-2), 4)
+    return pack_fields(codes.reshape(codes.shape[0], -1, 8)[..., _COLUMNS].flatten(-2), 4)
 
 
 def _pair_rows(qweight: Tensor) -> Tensor:

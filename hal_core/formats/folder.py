@@ -31,7 +31,9 @@ _IN_BLOCKS = re.compile(r"(.*?\.)\d+\.")
 class FolderCheckpoint(Checkpoint):
     """Safetensors with or without a quantization method. ``rules`` is None for a checkpoint without one."""
 
-    def __init__(self, format_name: str, store: TensorStore, config: Mapping[str, Any], rules: Rules | None, suffixes: frozenset[str]) -> None:
+    def __init__(
+        self, format_name: str, store: TensorStore, config: Mapping[str, Any], rules: Rules | None, suffixes: frozenset[str]
+    ) -> None:
         self.format = format_name
         self.path = store.path
         self.config = config
@@ -83,7 +85,11 @@ class FolderCheckpoint(Checkpoint):
             known = f"{self.format} checkpoints hold such a tensor in no place that is known"
             if self._rules is None:
                 known = "the config has no quantization_config that would explain it"
-            raise FormatError(f"tensor {name}", f"unexpected dtype {info.dtype} ({known})", "the file or its config is damaged, or of a kind not served yet")
+            raise FormatError(
+                f"tensor {name}",
+                f"unexpected dtype {info.dtype} ({known})",
+                "the file or its config is damaged, or of a kind not served yet",
+            )
         return Entry(name, info.shape, WeightScheme(_FLOATS[info.dtype]), info.nbytes)
 
     def _check_plain(self, name: str, info: TensorInfo, modules: Mapping[str, Any], blocks: set[str]) -> None:

@@ -33,7 +33,9 @@ def name_table(architecture: str) -> dict[str, str]:
     package: Any = gguf_package()
     wanted = getattr(package.MODEL_ARCH, architecture.upper(), None)
     if wanted is None:
-        raise MissingDependencyError(f"a GGUF file of architecture {architecture}", "the installed gguf package does not know it", "pip install -U gguf")
+        raise MissingDependencyError(
+            f"a GGUF file of architecture {architecture}", "the installed gguf package does not know it", "pip install -U gguf"
+        )
     names = package.get_tensor_name_map(wanted, 1)
     table = {names.get_name(top): top for top in _TOP}
     for inner in _LAYER:

@@ -74,13 +74,17 @@ class GPTQPacking(Packing):
         why = f"{bits} bits, group size {rule.group}, K={k}, N={n}"
         expect(qweight, "I32", qweight.shape, why)
         if n * bits % 32:
-            raise FormatError(f"tensor {qweight.name}", f"N={n} zero points of {bits} bits do not fill whole words", "check the config's bits")
+            raise FormatError(
+                f"tensor {qweight.name}", f"N={n} zero points of {bits} bits do not fill whole words", "check the config's bits"
+            )
         expect_float(scales, (groups, n), why)
         expect(qzeros, "I32", (groups, n * bits // 32), why)
         if "g_idx" in parts:
             expect(parts["g_idx"], "I32", (k,), why)
         elif rule.act_order and groups > 1:
-            raise FormatError(f"tensor {module}.g_idx", "missing although the config says desc_act", "the checkpoint is incomplete: fetch it again")
+            raise FormatError(
+                f"tensor {module}.g_idx", "missing although the config says desc_act", "the checkpoint is incomplete: fetch it again"
+            )
         return Plan(module, rule, parts, (n, k), rule.scheme(groups))
 
     def unpack(self, tensors: Mapping[str, Tensor], plan: Plan) -> QuantizedTensor:
@@ -117,10 +121,14 @@ def _group_index(g_idx: Tensor | None, plan: Plan, groups: int) -> Tensor | None
     name, k = f"{plan.module}.g_idx", plan.shape[1]
     low, high = int(g_idx.min()), int(g_idx.max())
     if low < 0 or high >= groups:
-        raise FormatError(f"tensor {name}", f"group numbers {low}..{high}, there are {groups} groups", "file and config do not belong together")
+        raise FormatError(
+            f"tensor {name}", f"group numbers {low}..{high}, there are {groups} groups", "file and config do not belong together"
+        )
     if plan.scheme.act_order:
         return g_idx
     plain = torch.arange(k, dtype=torch.int32) // (k if plan.rule.group == -1 else plan.rule.group)
     if not torch.equal(g_idx, plain):
-        raise FormatError(f"tensor {name}", "orders the groups although the config says desc_act false", "set desc_act to true if the tensor is right")
+        raise FormatError(
+            f"tensor {name}", "orders the groups although the config says desc_act false", "set desc_act to true if the tensor is right"
+        )
     return None

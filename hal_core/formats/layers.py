@@ -64,4 +64,6 @@ def _check_experts(prefix: str, found: Mapping[int, set[str]], count: int | None
     for index in range(min(total, 100_000)):
         lacking = sorted(wanted - found.get(index, set()))
         if lacking:
-            raise FormatError(f"tensor {prefix}.{index}.{lacking[0]}", f"missing, its {total} experts must all be there", "fetch the missing file")
+            raise FormatError(
+                f"tensor {prefix}.{index}.{lacking[0]}", f"missing, its {total} experts must all be there", "fetch the missing file"
+            )

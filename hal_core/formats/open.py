@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hal_core.errors import FormatError
 from hal_core.formats.autoround import AutoRoundRules
+from hal_core.formats.awq import AWQRules
+from hal_core.formats.compressed_tensors import CompressedTensorsRules
+from hal_core.formats.ct_tensors import CTPackedPacking
 from hal_core.formats.files import read_json
 from hal_core.formats.folder import FolderCheckpoint
+from hal_core.formats.gptq import GPTQRules
 from hal_core.formats.quant_config import find_quant_config
 from hal_core.formats.tensor_store import open_store
 
@@ -21,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["open_checkpoint"]
 
-_METHODS = ("auto-round",)
+_METHODS = ("auto-round", "gptq", "awq", "compressed-tensors")
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -75,10 +79,17 @@ def _open_folder(folder: Path) -> Checkpoint:
     return FolderCheckpoint(name, store, config, rules, frozenset(suffixes))
 
 
-def _rules(quant: QuantConfig) -> tuple[str, Rules, Any]:
+def _rules(quant: QuantConfig) -> tuple[str, Rules, tuple[str, ...]]:
     """Name, rules and tensor suffixes of a quantization method."""
-    if quant.method in ("auto-round", "intel/auto-round", "auto_round"):
+    if quant.method in ("auto-round", "intel/auto-round"):
         rules = AutoRoundRules(quant)
-        tail = rules.packing_format.partition(":")[2]
-        return f"auto-round{':' + tail if tail else ''}", rules, rules.packing.suffixes
+        return rules.packing_format.replace("auto_round", "auto-round", 1), rules, rules.base.packing.suffixes
+    if quant.method == "gptq":
+        gptq = GPTQRules(quant)
+        return gptq.version, gptq, gptq.base.packing.suffixes
+    if quant.method == "awq":
+        awq = AWQRules(quant)
+        return f"awq:{awq.version}", awq, awq.base.packing.suffixes
+    if quant.method == "compressed-tensors":
+        return "compressed-tensors", CompressedTensorsRules(quant), CTPackedPacking.suffixes
     raise quant.error("quant_method", f"{quant.method!r} is not served yet", f"served: {', '.join(_METHODS)}, and GGUF files")

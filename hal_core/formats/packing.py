@@ -34,7 +34,8 @@ class Rule:
     """How a quantized module is stored.
 
     group: inputs that share a scale; -1 is all of them. symmetric: None when the configuration does not say, then the
-    zero points are kept. zero_minus_one: the stored zero point is one less than the true one. act_order: ``g_idx`` counts.
+    zero points are kept. zero_minus_one: the stored zero point is one less than the true one. act_order: ``g_idx`` counts. per_tensor: one scale
+    for the whole matrix.
     """
 
     packing: Packing
@@ -44,10 +45,13 @@ class Rule:
     zero_minus_one: bool = False
     act_order: bool = False
     activations: ActivationScheme | None = None
+    per_tensor: bool = False
 
     def scheme(self, groups: int) -> WeightScheme:
         """The canonical scheme; activation order means nothing when there is one group."""
         granularity = Granularity.channel() if self.group == -1 else Granularity.groups(self.group)
+        if self.per_tensor:
+            granularity = Granularity.tensor()
         zero = ZeroKind.NONE if self.symmetric else ZeroKind.INTEGER
         return WeightScheme(f"int{self.bits}", granularity, zero, self.act_order and groups > 1)
 
@@ -134,9 +138,15 @@ def expect(info: TensorInfo, dtypes: tuple[str, ...] | str, shape: tuple[int, ..
     """A tensor's dtype and shape. ``why`` says where the expectation comes from."""
     allowed = (dtypes,) if isinstance(dtypes, str) else dtypes
     if info.dtype not in allowed:
-        raise FormatError(f"tensor {info.name}", f"dtype {info.dtype}, expected {' or '.join(allowed)}", "the file was written by another tool or is damaged")
+        raise FormatError(
+            f"tensor {info.name}",
+            f"dtype {info.dtype}, expected {' or '.join(allowed)}",
+            "the file was written by another tool or is damaged",
+        )
     if info.shape != shape:
-        raise FormatError(f"tensor {info.name}", f"shape {list(info.shape)}, expected {list(shape)} ({why})", "file and config do not belong together")
+        raise FormatError(
+            f"tensor {info.name}", f"shape {list(info.shape)}, expected {list(shape)} ({why})", "file and config do not belong together"
+        )
 
 
 def expect_float(info: TensorInfo, shape: tuple[int, ...], why: str) -> None:
@@ -148,7 +158,9 @@ def check_scales(scales: Tensor, name: str) -> None:
     """Scales must be finite: a NaN would spread silently through a model."""
     if not bool(torch.isfinite(scales).all()):
         bad = int((~torch.isfinite(scales)).sum())
-        raise FormatError(f"tensor {name}", f"{bad} of {scales.numel()} scales are NaN or infinite", "the checkpoint is damaged: fetch or make it again")
+        raise FormatError(
+            f"tensor {name}", f"{bad} of {scales.numel()} scales are NaN or infinite", "the checkpoint is damaged: fetch or make it again"
+        )
 
 
 def check_symmetric(zeros: Tensor, bits: int, name: str) -> None:
@@ -161,4 +173,3 @@ def check_symmetric(zeros: Tensor, bits: int, name: str) -> None:
             f"tensor {name}", f"the config says symmetric, so every zero point must be {middle}; found {value}",
             "set the config's symmetric field to false if the tensor is right",
         )  # fmt: skip
-

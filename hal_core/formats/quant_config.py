@@ -83,7 +83,7 @@ class QuantConfig:
         """Bits of a code, among those served."""
         bits = self.integer(field, default)
         if bits not in allowed:
-            raise self.error(field, f"{bits} bits are not served for {self.fields.get('quant_method', 'this method')}", f"served: {', '.join(map(str, allowed))}")
+            raise self.error(field, f"{bits} bits are not served here", f"served: {', '.join(map(str, allowed))}")
         return int(bits)
 
 
@@ -103,6 +103,8 @@ def find_quant_config(folder: Path, config: Mapping[str, Any]) -> QuantConfig | 
         value = config.get(field)
         if value is not None and found is None:
             found = QuantConfig(config, str(folder / "config.json")).sub(value, field)
+            if field == "compression_config":  # this older place had one meaning only
+                found = QuantConfig({"quant_method": "compressed-tensors", **found.fields}, found.where)
     for name, method in _SIDE_FILES.items():
         path = folder / name
         if path.is_file():

@@ -116,7 +116,9 @@ def _indexed(index: Path) -> dict[str, TensorInfo]:
     infos = _merged([index.parent / name for name in names])
     for tensor, shard in weight_map.items():
         if tensor not in infos:
-            raise FormatError(f"tensor {tensor}", f"named by {index.name} and not stored in {shard}", "index and shards do not belong together")
+            raise FormatError(
+                f"tensor {tensor}", f"named by {index.name} and not stored in {shard}", "index and shards do not belong together"
+            )
         if infos[tensor].path.name != shard:
             raise FormatError(f"tensor {tensor}", f"{index.name} says {shard}, it is stored in {infos[tensor].path.name}")
     extra = next((name for name in infos if name not in weight_map), None)

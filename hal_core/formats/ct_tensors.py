@@ -1,0 +1,116 @@
+"""compressed-tensors' pack-quantized tensors: codes packed along K, zero points along N, both offset by half the range.
+
+``weight_packed`` int32 ``[N, ceil(K*b/32)]``, ``weight_shape`` int64 ``[2]``, ``weight_scale`` float ``[N, G]``,
+``weight_zero_point`` int32 ``[ceil(N*b/32), G]`` (asymmetric), ``weight_g_idx`` int32 ``[K]`` (activation order by group).
+A signed code q is stored as ``q + 2**(b-1)``, and so is a zero point: the two offsets cancel in ``(q - zero) * scale``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from hal_core.canonical import QuantizedTensor
+from hal_core.errors import FormatError
+from hal_core.formats.bitstream import canonical_codes, pack_fields, signed_storage, stored_codes, unpack_fields, unsigned_storage
+from hal_core.formats.gptq_tensors import group_count
+from hal_core.formats.packing import Packing, Plan, check_scales, expect, expect_float, expect_part
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from hal_core.formats.packing import Rule
+    from hal_core.formats.safetensors_file import TensorInfo
+
+__all__ = ["CTPackedPacking"]
+
+
+class CTPackedPacking(Packing):
+    """The layout above, for 2, 3, 4 and 8 bits."""
+
+    name = "compressed-tensors:pack-quantized"
+    suffixes = ("weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "weight_g_idx")
+
+    def plan(self, module: str, parts: Mapping[str, TensorInfo], rule: Rule) -> Plan:
+        packed, scale = expect_part(module, parts, "weight_packed"), expect_part(module, parts, "weight_scale")
+        n, k = _logical_shape(module, parts, rule.bits)
+        groups = group_count(k, rule.group)
+        why = f"{rule.bits} bits, group size {rule.group}, K={k}, N={n}"
+        expect(packed, "I32", (n, -(-k * rule.bits // 32)), why)
+        expect_float(scale, (1,) if rule.per_tensor else (n, groups), why)
+        self._plan_zeros(module, parts, rule, (n, groups), why)
+        if "weight_g_idx" in parts:
+            expect(parts["weight_g_idx"], "I32", (k,), why)
+            if not rule.act_order:
+                raise FormatError(
+                    f"tensor {module}.weight_g_idx", "stored although the config's actorder is not group",
+                    "set actorder to group if the tensor is right",
+                )  # fmt: skip
+        else:
+            rule = replace(rule, act_order=False)  # an index that was never filled in is not saved: the order is plain
+        return Plan(module, rule, parts, (n, k), rule.scheme(groups))
+
+    def _plan_zeros(self, module: str, parts: Mapping[str, TensorInfo], rule: Rule, grid: tuple[int, int], why: str) -> None:
+        if rule.symmetric:
+            if "weight_zero_point" in parts:
+                raise FormatError(f"tensor {module}.weight_zero_point", "stored although the config says symmetric", "correct the config")
+            return
+        if rule.per_tensor:
+            raise FormatError(
+                f"tensor {module}.weight_zero_point", "one zero point for a whole matrix is not served", "served: channel, group"
+            )
+        expect(expect_part(module, parts, "weight_zero_point"), "I32", (-(-grid[0] * rule.bits // 32), grid[1]), why)
+
+    def unpack(self, tensors: Mapping[str, Tensor], plan: Plan) -> QuantizedTensor:
+        (n, k), bits, module = plan.shape, plan.rule.bits, plan.module
+        scales = tensors["weight_scale"].view(1, 1) if plan.rule.per_tensor else tensors["weight_scale"]
+        check_scales(scales, f"{module}.weight_scale")
+        g_idx = tensors.get("weight_g_idx")
+        if g_idx is not None:
+            _check_index(g_idx, scales.shape[1], f"{module}.weight_g_idx")
+            g_idx = g_idx if plan.scheme.act_order else None
+        values = canonical_codes(tensors["weight_packed"], bits, k)
+        if plan.rule.symmetric:
+            return QuantizedTensor(plan.scheme, plan.shape, signed_storage(values, bits, k), scales, g_idx=g_idx)
+        zeros = unpack_fields(tensors["weight_zero_point"].t(), bits, n).t().contiguous()
+        return QuantizedTensor(plan.scheme, plan.shape, values, scales, zeros=zeros, g_idx=g_idx)
+
+    def pack(self, weight: QuantizedTensor, rule: Rule) -> dict[str, Tensor]:
+        (n, k), bits = weight.shape, rule.bits
+        assert weight.scales is not None  # integer schemes have scales
+        values = weight.values if weight.zeros is not None else unsigned_storage(weight.values, bits, k)
+        tensors = {
+            "weight_packed": stored_codes(values, bits, k),
+            "weight_shape": torch.tensor([n, k], dtype=torch.int64),
+            "weight_scale": weight.scales.view(1) if rule.per_tensor else weight.scales.clone(),
+        }
+        if weight.zeros is not None:
+            tensors["weight_zero_point"] = pack_fields(weight.zeros.t().contiguous(), bits).t().contiguous()
+        return tensors if weight.g_idx is None else {**tensors, "weight_g_idx": weight.g_idx.clone()}
+
+
+def _logical_shape(module: str, parts: Mapping[str, TensorInfo], bits: int) -> tuple[int, int]:
+    """``[N, K]`` as stored; the packed width alone does not tell K, because the last word may be part full."""
+    packed = parts["weight_packed"]
+    if packed.dtype != "I32" or len(packed.shape) != 2 or not all(packed.shape):
+        raise FormatError(f"tensor {packed.name}", f"{packed.dtype} {list(packed.shape)} is not I32 [N, K*{bits}/32]", "check the config")
+    info = expect_part(module, parts, "weight_shape")
+    expect(info, "I64", (2,), "rows and columns of the weight")
+    n, k = info.read().tolist()
+    width = packed.shape[1]
+    if n != packed.shape[0] or not (width - 1) * 32 < k * bits <= width * 32:
+        fix = "file and config do not belong together"
+        if bits == 3 and width == -(-k // 10):
+            fix = "ten codes a word, an older tool's layout, is not served: save the model again with compressed-tensors 0.20 or later"
+        raise FormatError(f"tensor {info.name}", f"[{n}, {k}] at {bits} bits does not fit weight_packed {list(packed.shape)}", fix)
+    return n, k
+
+
+def _check_index(g_idx: Tensor, groups: int, name: str) -> None:
+    low, high = int(g_idx.min()), int(g_idx.max())
+    if low < 0 or high >= groups:
+        raise FormatError(f"tensor {name}", f"group numbers {low}..{high}, there are {groups} groups", "the checkpoint is damaged")
