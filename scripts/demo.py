@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import shlex
 import subprocess
 import sys
 import tarfile
@@ -30,13 +31,16 @@ PROMPT = "In two sentences: why is the sky blue?"
 NEW_TOKENS = 48
 # fp32 logits of the tool that made the checkpoint; the bound is relative L2 for exact numerics.
 LOGITS_BOUND = 1e-2
+# No native kernel serves this one: it shows what a refusal looks like.
+UNSERVED = "int3:g128"
 # Wide enough for tables when the output goes to a file or a log.
 console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
 
 
 def hal(*arguments: str) -> Any:
     """Runs `hal ... --json` and returns what it printed; a failing command ends the demo with its own message."""
-    console.print(Text("\n$ hal " + " ".join(f'"{a}"' if " " in a else a for a in arguments), style="bold"))
+    shown = [shlex.quote(argument.replace(f"{ROOT}/", "")) for argument in arguments]
+    console.print(Text("\n$ hal " + " ".join(shown), style="bold"), soft_wrap=True)
     done = subprocess.run([HAL, *arguments, "--json"], stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         sys.exit(f"hal {arguments[0]} ended with exit code {done.returncode}")
@@ -58,7 +62,7 @@ def find_model() -> tuple[pathlib.Path, str]:
 def unpack_moe(folder: pathlib.Path) -> pathlib.Path:
     """The small Qwen3-MoE checkpoint of the repository: random weights, quantized to int4 by AutoRound, with golden logits."""
     with tarfile.open(ROOT / "tests" / "golden" / f"{MOE}.tar.xz") as archive:
-        archive.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+        archive.extractall(folder, filter="data")
     return folder / MOE
 
 
@@ -78,33 +82,39 @@ def golden_ids(golden: pathlib.Path) -> str:
     return ",".join(map(str, load_file(golden)["input_ids"].reshape(-1).tolist()))
 
 
-def explanations(data: Any) -> list[dict[str, Any]]:
-    """Every value with a spec and its candidates, wherever it stands in the output of `hal explain`; each once."""
-    found: dict[str, dict[str, Any]] = {}
-    todo = [data]
-    while todo:
-        item = todo.pop()
-        if isinstance(item, dict) and "candidates" in item and "spec" in item:
-            found.setdefault(json.dumps(item["spec"], sort_keys=True), item)
-        elif isinstance(item, dict):
-            todo += item.values()
-        elif isinstance(item, list):
-            todo += item
-    return list(found.values())
-
-
-def reasons(data: Any, kernel: str) -> str:
-    """Why `kernel` serves its layers and the others do not: one line per other candidate, with its reasons' codes."""
-    for item in explanations(data):
-        candidates = {c["kernel"]: c for c in item["candidates"]}
-        if kernel in candidates and candidates[kernel]["chosen"]:
-            chosen = candidates.pop(kernel)
-            lines = [f"{kernel}: accepted, highest priority ({chosen['priority']})"]
-            for name, other in candidates.items():
-                codes = ", ".join(dict.fromkeys(r["code"] for r in other["refusals"]))
-                lines.append(f"  {name}: " + (f"refused: {codes}" if codes else f"would serve, priority {other['priority']}"))
-            return "\n".join(lines)
+def reasons(explained: Any, kernel: str) -> str:
+    """Why `kernel` serves its layers and the others do not: a line for every candidate of its first group of layers."""
+    for group in explained["groups"]:
+        candidates = group["explanation"]["candidates"]
+        if not any(c["chosen"] and c["kernel"] == kernel for c in candidates):
+            continue
+        lines = []
+        for candidate in candidates:
+            codes = ", ".join(dict.fromkeys(reason["code"] for reason in candidate["refusals"]))
+            verdict = f"refused: {codes}" if codes else "chosen" if candidate["chosen"] else "would serve too"
+            lines.append(f"{candidate['kernel']}: {verdict}" + ("" if codes else f", priority {candidate['priority']}"))
+        return "\n".join(lines)
     return f"{kernel}: not in the explanation"
+
+
+def served(layers: list[dict[str, Any]]) -> dict[str, str]:
+    """For each kernel the layers that it serves, counted, as text."""
+    out: dict[str, list[dict[str, Any]]] = {}
+    for layer in layers:
+        out.setdefault(layer["kernel"], []).append(layer)
+    return {
+        kernel: f"{sum(row['count'] for row in rows)}: " + ", ".join(row["layers"].removeprefix("model.layers.*.") for row in rows)
+        for kernel, rows in out.items()
+    }
+
+
+def refusal(explanation: Any) -> str:
+    """The first candidate that was refused, with its reasons and what to do about them."""
+    for candidate in explanation["candidates"]:
+        if candidate["refusals"]:
+            why = "; ".join(f"[{r['code']}] asked {r['asked']}, found {r['found']}: {r['fix']}" for r in candidate["refusals"])
+            return f"{candidate['kernel']} refused: {why}"
+    return "no candidate was refused"
 
 
 def judge(run: Any, moe: dict[str, Any]) -> list[str]:
@@ -120,6 +130,7 @@ def judge(run: Any, moe: dict[str, Any]) -> list[str]:
 
 
 def counted(kernels: dict[str, int]) -> str:
+    """Kernels with the number of ops that each serves."""
     return ", ".join(f"{name} x{count}" for name, count in kernels.items())
 
 
@@ -129,37 +140,41 @@ def summary(parts: dict[str, Any], faults: list[str], seconds: float) -> Panel:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
+
+    def row(title: str = "", *lines: str) -> None:
+        grid.add_row(title, Text("\n".join(lines)))  # Text: square brackets are no markup here
+
     machine = probe["machine"]
     cpu = next(d for d in machine["devices"] if d["kind"] == "cpu")
-    grid.add_row("machine", f"{cpu['name']}, {cpu['units']} threads; usable: {', '.join(machine['isa'])}")
-    grid.add_row(
-        "backends", "; ".join(f"{b['name']} {b['version']} {b['status']} ({len(b['kernels'])} kernels)" for b in probe["backends"])
-    )
-    grid.add_row()
-    grid.add_row(
-        "chat model", f"{pathlib.Path(run['checkpoint']).name}: {run['format']}, numerics {run['numerics']}, activations {run['dtype']}"
-    )
-    for layer in run["layers"]:
-        grid.add_row("", f"{layer['count']:4} x {layer['layers']}  ->  {layer['kernel']}")
-    grid.add_row("why", "\n".join(reasons(parts["chat explained"], kernel) for kernel in run["kernels"]))
+    row("machine", f"{cpu['name']}, {cpu['units']} threads; usable: {', '.join(machine['isa'])}")
+    row("backends", "; ".join(f"{b['name']} {b['version']} {b['status']} ({len(b['kernels'])} kernels)" for b in probe["backends"]))
+    row()
+    row("chat model", f"{pathlib.Path(run['checkpoint']).name}: {run['format']}, numerics {run['numerics']}, activations {run['dtype']}")
+    for kernel, text in served(run["layers"]).items():
+        row("", f"{kernel} serves {text}")
+    row("why", *(reasons(parts["chat explained"], kernel) for kernel in run["kernels"]))
     decode = run["decode_tokens_per_second"] or 0.0
-    grid.add_row(
+    row(
         "speed",
         f"prefill {run['prompt_tokens']} tokens at {run['prefill_tokens_per_second']:.0f} tokens/s, decode {run['new_tokens']} tokens at "
         f"{decode:.1f} tokens/s, {run['threads']} threads; loaded in {run['load_seconds']:.1f} s",
     )
-    grid.add_row(
+    row(
         "memory",
         f"weights {run['packed_bytes'] / 1e6:.0f} MB packed + {run['unquantized_bytes'] / 1e6:.1f} MB unquantized; "
         f"peak of the process {run['peak_memory_bytes'] / 1e6:.0f} MB, torch included",
     )
-    grid.add_row()
-    grid.add_row("MoE", f"{MOE}: Qwen3-MoE, int4 in groups of 32, random weights")
+    row()
+    row("MoE", f"{MOE}: Qwen3-MoE, int4 in groups of 32, random weights")
     for policy, result in moe.items():
-        grid.add_row("", f"{policy}: {counted(result['kernels'])}; logits within {result['error']:.1e} (relative L2) of the golden ones")
+        row("", f"{policy}: {counted(result['kernels'])}; logits within {result['error']:.1e} (relative L2) of the golden ones")
     experts = [kernel for kernel in moe["auto"]["kernels"] if ".moe" in kernel]
-    grid.add_row("why", "\n".join(reasons(parts["MoE explained"], kernel) for kernel in experts))
-    grid.add_row()
+    row("why", *(reasons(parts["MoE explained"], kernel) for kernel in experts))
+    row()
+    other = parts["refused"]
+    chosen = other["selection"]["intervals"][-1]["kernel"] if other["selection"] else "nothing"
+    row("and if not?", f"a linear layer in {UNSERVED}: {chosen} serves it", refusal(other))
+    row()
     verdict = (
         Text("\n".join(faults), style="bold red") if faults else Text("all layers on native kernels, numbers agree", style="bold green")
     )
@@ -185,6 +200,7 @@ def main() -> int:
         for policy in ("auto", "require:reference"):
             result = hal("logits", str(folder), "--ids", golden_ids(golden), "--out", str(out), "--policy", policy)
             parts["moe"][policy] = {**result, "error": relative_error(out, golden)}
+    parts["refused"] = hal("explain", "--op", "linear", "--n", "4096", "--k", "4096", "--scheme", UNSERVED)
     faults = judge(parts["run"], parts["moe"])
     console.print()
     console.print(summary(parts, faults, time.monotonic() - started))
