@@ -61,9 +61,11 @@ activations = st.builds(Activation, st.sampled_from(ACTIVATIONS), st.none(), st.
 @st.composite
 def moe_spec(draw: st.DrawFn) -> MoESpec:
     experts = draw(st.integers(1, 512))
+    activation = draw(activations)
+    gates = {"swiglu_oai": schemes, "relu2": st.none()}.get(activation.kind, st.none() | schemes)
     return MoESpec(
-        experts, draw(st.integers(1, experts)), draw(sizes), draw(sizes), draw(schemes), draw(schemes), draw(st.none() | schemes),
-        draw(activations), draw(optional), draw(numerics), draw(floats), draw(st.none() | floats), draw(st.sampled_from(ROUTING_FORMS)),
+        experts, draw(st.integers(1, experts)), draw(sizes), draw(sizes), draw(schemes), draw(schemes), draw(gates),
+        activation, draw(optional), draw(numerics), draw(floats), draw(st.none() | floats), draw(st.sampled_from(ROUTING_FORMS)),
         draw(st.none() | st.integers(1, experts)), draw(st.booleans()), draw(st.booleans()), draw(st.booleans()), draw(finite),
         draw(st.integers(0, 4)), draw(st.booleans()),
     )  # fmt: skip
@@ -125,8 +127,10 @@ def selection(draw: st.DrawFn) -> Selection:
     intervals = tuple(
         Interval(start, end, draw(words), tuple(draw(st.lists(parameters, max_size=2)))) for start, end in zip(starts, ends, strict=True)
     )
+    transforms = st.lists(st.builds(Transform, words, finite), max_size=1)
+    paddings = st.lists(st.builds(Padding, words, sizes, sizes), max_size=1)
+    few = st.lists(words, max_size=1)
     return Selection(
         draw(specs), draw(words), draw(words), intervals, tuple(draw(st.lists(candidate(), max_size=3))), draw(numerics),
-        tuple(draw(st.lists(st.builds(Transform, words, finite), max_size=1))), tuple(draw(st.lists(st.builds(Padding, words, sizes, sizes), max_size=1))),
-        tuple(draw(st.lists(words, max_size=1))), draw(st.none() | words), tuple(draw(st.lists(words, max_size=1))),
+        tuple(draw(transforms)), tuple(draw(paddings)), tuple(draw(few)), draw(st.none() | words), tuple(draw(few)),
     )  # fmt: skip

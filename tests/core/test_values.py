@@ -21,6 +21,7 @@ from hal_core.schemes import ActivationScheme, Granularity, WeightScheme, ZeroKi
 from hal_core.selection import Interval, Selection
 from hal_core.spec import Activation, EmbeddingSpec, KVCacheSpec, LinearSpec, MoESpec, spec_from_json, spec_to_json
 
+INT8 = WeightScheme("int8")
 FEW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 VALUES = {
     WeightScheme: gen.schemes,
@@ -117,10 +118,10 @@ def test_scheme_texts_that_mean_nothing(text):
         (lambda: LinearSpec(8, 1 << 31, WeightScheme("int8")), "LinearSpec.k"),
         (lambda: LinearSpec(8, 8, WeightScheme("int8"), dtype="int8"), "LinearSpec.dtype"),
         (lambda: EmbeddingSpec(8, -1, WeightScheme("int8")), "EmbeddingSpec.dim"),
-        (lambda: MoESpec(4, 5, 8, 8, WeightScheme("int8"), WeightScheme("int8")), "exceeds num_experts 4"),
-        (lambda: MoESpec(4, 1, 8, 8, WeightScheme("int8"), WeightScheme("int8"), local_experts=5), "exceeds num_experts 4"),
-        (lambda: MoESpec(4, 1, 8, 8, WeightScheme("int8"), WeightScheme("int8"), routing="top"), "MoESpec.routing"),
-        (lambda: KVCacheSpec(6, 4, 8, 8, WeightScheme("int8"), WeightScheme("int8")), "not a multiple of num_kv_heads 4"),
+        (lambda: MoESpec(4, 5, 8, 8, INT8, INT8), "exceeds num_experts 4"),
+        (lambda: MoESpec(4, 1, 8, 8, INT8, INT8, local_experts=5), "exceeds num_experts 4"),
+        (lambda: MoESpec(4, 1, 8, 8, INT8, INT8, routing="top"), "MoESpec.routing"),
+        (lambda: KVCacheSpec(6, 4, 8, 8, INT8, INT8), "not a multiple of num_kv_heads 4"),
         (lambda: Activation("swish"), "activation.kind"),
         (lambda: Activation(limit=0.0), "activation.limit"),
         (lambda: Device("tpu", "v", "a", "n"), "device.kind"),
