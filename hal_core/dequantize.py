@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
-import tempfile
+import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +16,7 @@ from hal_core.formats.files import byte_view
 from hal_core.formats.open import open_checkpoint
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Iterator
     from typing import BinaryIO
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from hal_core.formats.base import Checkpoint, Entry
 
-    Progress = Callable[[str, int, int], None]
+    Progress = Callable[[int, int, str], None]
 
 __all__ = ["dequantize_checkpoint", "dequantized_rows"]
 
@@ -38,7 +38,9 @@ def dequantize_checkpoint(path: str | os.PathLike[str], out: str | os.PathLike[s
     The file appears under its name only when it is complete. Memory is bounded by the largest packed tensor.
 
     Args:
-        progress: called as ``progress(name, bytes_done, bytes_total)`` after each parameter.
+        path: folder or ``.gguf`` file.
+        out: the file to write; an existing one is replaced, unless it belongs to the checkpoint.
+        progress: called as ``progress(bytes_done, bytes_total, name)`` after each parameter.
 
     Raises:
         FormatError: the checkpoint cannot be read, or the file cannot be written there; nothing is left behind.
@@ -46,28 +48,18 @@ def dequantize_checkpoint(path: str | os.PathLike[str], out: str | os.PathLike[s
     checkpoint, target = open_checkpoint(path), Path(out)
     _check_target(checkpoint, target)
     header, total = _header(checkpoint)
+    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
     try:
-        handle, partial = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(header)
-                _write_all(checkpoint, file, total, progress)
-            os.chmod(partial, 0o666 & ~_umask())
-            os.replace(partial, target)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(partial)
-            raise
+        with partial.open("xb") as file:
+            file.write(header)
+            _write_all(checkpoint, file, total, progress)
+        partial.replace(target)
     except OSError as error:
         raise FormatError(f"output {target}", f"cannot be written: {error.strerror or error}", "choose another place") from error
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink()  # gone already when all went well
     return target
-
-
-def _umask() -> int:
-    """The process's mask; the only portable way to read it is to set it."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _check_target(checkpoint: Checkpoint, target: Path) -> None:
@@ -98,7 +90,7 @@ def _write_all(checkpoint: Checkpoint, file: BinaryIO, total: int, progress: Pro
         for rows in dequantized_rows(checkpoint, entry):
             done += file.write(byte_view(rows))
         if progress is not None:
-            progress(entry.name, done, total)
+            progress(done, total, entry.name)
 
 
 def dequantized_rows(checkpoint: Checkpoint, entry: Entry) -> Iterator[Tensor]:
@@ -110,5 +102,6 @@ def dequantized_rows(checkpoint: Checkpoint, entry: Entry) -> Iterator[Tensor]:
             yield weight.rows(start, min(start + step, weight.shape[0])).dequantize().contiguous()
         return
     plain = checkpoint.load(entry.name)
-    for part in plain.flatten().split(_CHUNK) if plain.numel() else ():
-        yield part.to(torch.float32).contiguous()
+    flat = plain.flatten()
+    for start in range(0, flat.numel(), _CHUNK):
+        yield flat[start : start + _CHUNK].to(torch.float32)

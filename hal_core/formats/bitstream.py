@@ -25,7 +25,8 @@ def unpack_fields(words: Tensor, bits: int, count: int) -> Tensor:
     first = torch.arange(count) * bits
     low = data[..., first // 8].to(torch.int16)
     high = pad(data, (0, 1))[..., first // 8 + 1].to(torch.int16)  # a field may straddle two bytes
-    return (((low | (high << 8)).bitwise_and_(0xFFFF) >> (first % 8)).bitwise_and_((1 << bits) - 1)).to(torch.uint8)
+    pair = low.bitwise_or(high.bitwise_left_shift(8))  # the mask below drops the copies of a sign bit
+    return pair.bitwise_right_shift(first % 8).bitwise_and((1 << bits) - 1).to(torch.uint8)
 
 
 def pack_fields(codes: Tensor, bits: int) -> Tensor:
@@ -33,7 +34,7 @@ def pack_fields(codes: Tensor, bits: int) -> Tensor:
     count = codes.shape[-1]
     words = -(-count * bits // 32)
     spread = (codes.unsqueeze(-1) >> torch.arange(bits, dtype=torch.uint8)) & 1
-    stream = pad(spread.flatten(-2), (0, words * 32 - count * bits)).unflatten(-1, (words * 4, 8))
+    stream = pad(spread.flatten(-2), (0, words * 32 - count * bits)).view(*codes.shape[:-1], words * 4, 8)
     data = (stream << torch.arange(8, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
     return data.contiguous().view(torch.int32)
 

@@ -63,7 +63,7 @@ def _halves(blocks: Tensor, start: int, name: str) -> Tensor:
 
 def pack_blocks(weight: QuantizedTensor, kind: str) -> Tensor:
     """Inverse of :func:`unpack_blocks`."""
-    n, k = weight.shape
+    n = weight.shape[0]
     assert weight.scales is not None  # integer schemes have scales
     heads = [weight.scales] if weight.mins is None else [weight.scales, weight.mins]
     parts = [head.contiguous().unsqueeze(-1).view(torch.uint8) for head in heads]

@@ -49,7 +49,7 @@ class GGUFMetadata:
     def number(self, field: str, default: float | None = None) -> float:
         value = self.get(field)
         value = default if value is None else value
-        if type(value) not in (int, float) or not math.isfinite(value):
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
             raise self.error(field, f"expected a number, found {str(value)[:80]}")
         return shortest(float(value))
 

@@ -34,8 +34,8 @@ class Rule:
     """How a quantized module is stored.
 
     group: inputs that share a scale; -1 is all of them. symmetric: None when the configuration does not say, then the
-    zero points are kept. zero_minus_one: the stored zero point is one less than the true one. act_order: ``g_idx`` counts. per_tensor: one scale
-    for the whole matrix.
+    zero points are kept. zero_minus_one: the stored zero point is one less than the true one. act_order: ``g_idx``
+    counts. per_tensor: one scale for the whole matrix.
     """
 
     packing: Packing

@@ -29,7 +29,7 @@ class QuantConfig:
 
     @property
     def method(self) -> str:
-        return self.text("quant_method")
+        return str(self.text("quant_method"))
 
     def sub(self, fields: Any, where: str) -> QuantConfig:
         """A nested object."""

@@ -19,7 +19,7 @@ def must_be_served(quant: dict) -> bool:
     """By the configuration alone, so that a reader cannot excuse itself."""
     method = quant["quant_method"]
     if method in ("gptq", "awq"):
-        return quant.get("version", "gemm") == "gemm"
+        return True
     if method == "auto-round":
         return quant["data_type"] == "int"
     if method == "compressed-tensors":
@@ -29,6 +29,14 @@ def must_be_served(quant: dict) -> bool:
     return False
 
 
+def opens(name: str) -> bool:
+    try:
+        open_checkpoint(goldens.folder(name))
+    except FormatError:
+        return False
+    return True
+
+
 def expected_weights(name: str) -> dict[str, torch.Tensor]:
     tensors = load_file(goldens.folder(name) / "golden.safetensors")
     return {key: value for key, value in tensors.items() if key not in NOT_WEIGHTS}
@@ -36,13 +44,11 @@ def expected_weights(name: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", goldens.names())
 def test_weights_equal_the_tools_own_dequantization(name):
-    quant = goldens.config(name)["quantization_config"]
-    try:
-        checkpoint = open_checkpoint(goldens.folder(name))
-    except FormatError as error:
-        assert not must_be_served(quant), f"refused: {error}"
-        assert error.found, "a refusal says what was found"
+    if not must_be_served(goldens.config(name)["quantization_config"]) and not opens(name):
+        with pytest.raises(FormatError, match=r".+: .+; .+"):
+            open_checkpoint(goldens.folder(name))
         return
+    checkpoint = open_checkpoint(goldens.folder(name))
     for key, expected in expected_weights(name).items():
         entry = checkpoint.entries[key]
         assert entry.quantized, f"{key} is stored quantized"
@@ -53,22 +59,21 @@ def test_weights_equal_the_tools_own_dequantization(name):
 
 @pytest.mark.parametrize("name", goldens.names())
 def test_dequantized_file_has_the_published_names_and_shapes(name, tmp_path):
-    try:
-        checkpoint = open_checkpoint(goldens.folder(name))
-    except FormatError:
+    if not opens(name):
         pytest.skip("not served")
+    checkpoint = open_checkpoint(goldens.folder(name))
     steps = []
     out = dequantize_checkpoint(goldens.folder(name), tmp_path / "out.safetensors", progress=lambda *step: steps.append(step))
     expected = expected_weights(name)
     with safe_open(out, "pt") as file:
-        assert list(file.keys()) and set(file.keys()) == set(checkpoint.entries)
-        for key in file.keys():
+        assert set(file.keys()) == set(checkpoint.entries)
+        for key in checkpoint.entries:
             tensor = file.get_tensor(key)
             assert tensor.dtype == torch.float32
             assert tuple(tensor.shape) == checkpoint.entries[key].shape
             assert torch.equal(tensor, expected[key] if key in expected else checkpoint.load(key).float())
-    assert [step[0] for step in steps] == list(checkpoint.entries)
-    assert steps[-1][1] == steps[-1][2]
+    assert [step[2] for step in steps] == list(checkpoint.entries)
+    assert steps[-1][0] == steps[-1][1]
     assert [path.name for path in tmp_path.iterdir()] == ["out.safetensors"]
 
 
