@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from importlib import metadata
 
 import pytest
 from packaging.requirements import Requirement
@@ -73,6 +74,16 @@ def test_constraints_pin_everything_that_is_asked_for(core_wheel, repository):
     pinned = {name.lower().replace("_", "-") for name in re.findall(r"^([\w.-]+)==", constraints, re.MULTILINE)}
     asked = {Requirement(line).name for line in core_wheel.metadata().get_all("Requires-Dist")}
     assert asked - pinned == set()
+
+
+def test_nothing_is_installed_at_a_version_that_is_not_pinned(repository):
+    if not os.environ.get("HAL_TEST_INSTALLED") or not metadata.version("torch").endswith("+cpu"):
+        pytest.skip("not the environment that make builds, or one with the libraries of a CUDA torch")
+    constraints = (repository / "constraints.txt").read_text(encoding="utf-8")
+    pins = {canonicalize_name(n): v for n, v in re.findall(r"^([\w.-]+)==([^\s;]+)$", constraints, re.MULTILINE)}
+    own = {"hal-core", "hal-backend-cpu", "pip", "setuptools"}
+    installed = {canonicalize_name(d.name): d.version.split("+")[0] for d in metadata.distributions()}
+    assert {n: v for n, v in installed.items() if n not in own and pins.get(n) != v} == {}
 
 
 def test_gpu_backends_are_not_claimed(repository, readme):
