@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +12,7 @@ from hal_core.dtypes import dtype_word, torch_dtype
 from hal_core.errors import FormatError
 from hal_core.numerics import Numerics, numerics_from_word
 from hal_core.spec import Activation, EmbeddingSpec, LinearSpec, MoESpec
+from hal_core.widen import common_scheme
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,11 +30,15 @@ _HIDDEN_ACTS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_t
 
 @dataclass(frozen=True)
 class PlannedOp:
-    """One op of the model. ``module`` is the module's dotted name; ``members`` are parameter names, by role."""
+    """One op of the model. ``module`` is the module's dotted name; ``members`` are parameter names, by role.
+
+    notes: what is done to the weights before a kernel sees them, all of it exact.
+    """
 
     module: str
     spec: Spec
     members: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...] = ()
 
     def names(self, role: str) -> tuple[str, ...]:
         """Parameter names of a role (``weight``, ``bias``, ``gate``, ``up``, ``down``), experts in order."""
@@ -101,17 +106,36 @@ def _plan_experts(checkpoint: Checkpoint, block: str, roles: Mapping[str, Mappin
         if len(members) != count:
             missing = next(i for i in range(count) if i not in members)
             raise FormatError(f"{block}.{missing}.{role}.weight", f"missing, while {count} experts are named", "complete the checkpoint")
-        entries[role] = members[0]
         for index, entry in members.items():
-            if (entry.shape, entry.scheme) != (members[0].shape, members[0].scheme):
-                found = f"{entry.scheme} {list(entry.shape)}, expert 0 has {members[0].scheme} {list(members[0].shape)}"
-                raise FormatError(f"{block}.{index}.{role}.weight", found, "experts of one block must share scheme and shape")
+            if entry.shape != members[0].shape:
+                found = f"shape {list(entry.shape)}, expert 0 has {list(members[0].shape)}"
+                raise FormatError(f"{block}.{index}.{role}.weight", found, "experts of one block must share their shape")
+        scheme = common_scheme((entry.scheme for entry in members.values()), members[0].shape[-1])
+        if scheme is None:
+            found = ", ".join(dict.fromkeys(str(entry.scheme) for entry in members.values()))
+            raise FormatError(f"{block}.*.{role}.weight", f"schemes that no single one holds exactly: {found}", "quantize the experts of a block alike")
+        entries[role] = replace(members[0], scheme=scheme)
     for role in ("up_proj", "down_proj", "gate_proj"):
         if role not in entries:
             raise FormatError(f"{block}.*.{role}.weight", "missing or not quantized, unlike its siblings", "quantize a block of experts as a whole")
     spec = _experts_spec(checkpoint.config, block, count, entries, dtype, numerics)
     members = tuple((role.removesuffix("_proj"), roles[role][i].name) for role in ("gate_proj", "up_proj", "down_proj") for i in range(count))
-    return PlannedOp(block, spec, members)
+    return PlannedOp(block, spec, members, _widening_notes(roles, entries))
+
+
+def _widening_notes(roles: Mapping[str, Mapping[int, Entry]], entries: Mapping[str, Entry]) -> tuple[str, ...]:
+    """Which experts are stored in a narrower scheme than their block is held in."""
+    notes = []
+    for role, members in roles.items():
+        narrow: dict[str, list[int]] = {}
+        for index, entry in sorted(members.items()):
+            if entry.scheme != entries[role].scheme:
+                narrow.setdefault(str(entry.scheme), []).append(index)
+        notes += [
+            f"{role} of experts {', '.join(map(str, which))} held as {entries[role].scheme}, stored as {scheme} (exact, {len(which)} of {len(members)})"
+            for scheme, which in narrow.items()
+        ]
+    return tuple(notes)
 
 
 def _experts_spec(config: Mapping[str, Any], block: str, count: int, entries: Mapping[str, Entry], dtype: str, numerics: str) -> MoESpec:

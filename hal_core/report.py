@@ -14,11 +14,12 @@ __all__ = ["LoadReport", "OpReport"]
 
 @dataclass(frozen=True)
 class OpReport:
-    """One op of a model: where it is, which kernel serves it, bytes of its packed tensors."""
+    """One op of a model: where it is, which kernel serves it, bytes of its packed tensors, and what was done to its weights."""
 
     module: str
     selection: Selection
     nbytes: int
+    notes: tuple[str, ...] = ()
 
     @property
     def kernel(self) -> str:

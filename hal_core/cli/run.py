@@ -163,7 +163,7 @@ def describe(report: LoadReport) -> dict[str, Any]:
     rows = [{"layers": pattern, "count": count, "kernel": kernel, "spec": spec} for (pattern, kernel, spec), count in layers.items()]
     return {
         "format": report.format, "dtype": report.dtype, "numerics": report.numerics, "policy": report.policy, "kernels": report.kernels(),
-        "layers": rows, "packed_bytes": report.packed_bytes, "unquantized_bytes": report.unquantized_bytes,
+        "layers": rows, "notes": [f"{op.module}: {note}" for op in report.ops for note in op.notes], "packed_bytes": report.packed_bytes, "unquantized_bytes": report.unquantized_bytes,
     }  # fmt: skip
 
 
@@ -176,6 +176,8 @@ def _print_summary(result: dict[str, Any]) -> None:
         table.add_row(row["layers"], str(row["count"]), row["kernel"], row["spec"])
     out.print()
     out.print(table)
+    for note in result["notes"]:
+        out.print(note)
     decode = result["decode_tokens_per_second"]
     out.print(
         f"prefill {result['prompt_tokens']} tokens at {result['prefill_tokens_per_second']:.1f} tokens/s; "

@@ -21,6 +21,7 @@ from hal_core.ops import MoEExperts, Op, QuantEmbedding, Routed
 from hal_core.plan import PlannedOp, checkpoint_dtype, plan_checkpoint
 from hal_core.policy import current_policy
 from hal_core.report import LoadReport, OpReport
+from hal_core.widen import widen
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -137,7 +138,7 @@ class _Filler:
         self.model.set_submodule(planned.module, new)
         if isinstance(op, QuantEmbedding) and planned.spec.op == "embedding" and getattr(planned.spec, "tied_head", False):
             self.model.set_output_embeddings(TiedHead(op))
-        self.reports.append(OpReport(planned.module, op.selection, _nbytes(op)))
+        self.reports.append(OpReport(planned.module, op.selection, _nbytes(op), planned.notes))
 
     def _module(self, planned: PlannedOp) -> nn.Module:
         try:
@@ -163,10 +164,11 @@ class _Filler:
             (name,) = planned.names("weight")
             bias = [self._load(b, self.dtype) for b in planned.names("bias")]
             return LinearWeights(self._read(name), bias[0] if bias else None)
+        spec: Any = planned.spec
         matrices = {}
         for role in ("gate", "up", "down"):
             names = planned.names(role)
-            matrices[role] = stack((self._read(name) for name in names), len(names))
+            matrices[role] = stack((widen(self._read(name), getattr(spec, role)) for name in names), len(names))
         return MoEWeights(**matrices)
 
     def _read(self, name: str) -> Any:
@@ -188,16 +190,24 @@ class _Filler:
 
     def fill_plain(self) -> None:
         """Load every parameter that is still without storage; complain of what is missing or left over."""
-        seen: dict[int, nn.Parameter] = {}
+        tied: dict[int, nn.Parameter] = {}
         for name, parameter in list(self.model.named_parameters(remove_duplicate=False)):
-            owner = self.model.get_submodule(name.rpartition(".")[0])
-            if id(parameter) not in seen:
-                seen[id(parameter)] = self._plain(name, parameter)
-            owner.register_parameter(name.rpartition(".")[2], seen[id(parameter)])
-        left = [name for name in self.checkpoint.entries if name not in self.used and not self._tied_copy(name)]
+            # a tied parameter comes once for each name; a name that is stored for itself is what counts there
+            loaded = tied.get(id(parameter))
+            if loaded is None or name in self.checkpoint.entries:
+                loaded = self._shared(self._plain(name, parameter), loaded)
+                tied.setdefault(id(parameter), loaded)
+            self.model.get_submodule(name.rpartition(".")[0]).register_parameter(name.rpartition(".")[2], loaded)
+        left = [name for name in self.checkpoint.entries if name not in self.used]
         if left:
             shown = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
             raise FormatError("checkpoint", f"holds parameters that the model does not use: {shown}", "check model_type and layer counts in config.json")
+
+    def _shared(self, parameter: nn.Parameter, other: nn.Parameter | None) -> nn.Parameter:
+        if other is None or not torch.equal(parameter, other):
+            return parameter
+        self.plain_bytes -= parameter.numel() * parameter.element_size()
+        return other
 
     def _plain(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
         source = self._experts_source(name, parameter)
@@ -226,10 +236,6 @@ class _Filler:
                 shape = (rows, parameter.shape[2])
                 fused[expert, index * rows : (index + 1) * rows] = self._load_checked(f"{block}.{expert}.{part}.weight", shape)
         return fused
-
-    def _tied_copy(self, name: str) -> bool:
-        """A head stored beside the embedding it is tied to: the model has one parameter for both."""
-        return name == "lm_head.weight" and bool(self.model.config.tie_word_embeddings)
 
 
 def _nbytes(op: Op) -> int:
