@@ -66,24 +66,29 @@ def app_main(arguments: list[str] | None = None) -> None:
 def _guarded(arguments: list[str], debug: bool) -> int:
     try:
         return int(app(arguments, standalone_mode=False, prog_name="hal") or 0)
-    except HalError as error:
-        message, code = one_line(error), 2
-    except _USAGE_ERROR as error:
-        message, code = _usage(error), 2
-    except (KeyboardInterrupt, typer.Abort):
-        message, code = "interrupted", 130
     except BrokenPipeError:
         # the reader of a pipe went away: nothing is left to say, and closing must not raise again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except OSError as error:
-        message, code = f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", 2
-    except Exception as error:  # noqa: BLE001  the last resort of a program: named, counted as its own fault
-        message, code = f"internal error: {type(error).__name__}: {error} (run again with --debug and report it)", 1
-    if debug:
-        traceback.print_exc()
-    typer.echo(f"error: {message}", err=True)
-    return code
+    except (Exception, KeyboardInterrupt) as error:  # the last resort of a program: every kind gets its line and its code
+        if debug:
+            traceback.print_exception(error)
+        message, code = _verdict(error)
+        typer.echo(f"error: {message}", err=True)
+        return code
+
+
+def _verdict(error: BaseException) -> tuple[str, int]:
+    """The line to print and the exit code."""
+    if isinstance(error, HalError):
+        return one_line(error), 2
+    if isinstance(error, _USAGE_ERROR):
+        return _usage(error), 2
+    if isinstance(error, (KeyboardInterrupt, typer.Abort)):
+        return "interrupted", 130
+    if isinstance(error, OSError):
+        return f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", 2
+    return f"internal error: {type(error).__name__}: {error} (run again with --debug and report it)", 1
 
 
 def _usage(error: Exception) -> str:

@@ -1,0 +1,143 @@
+"""The ``hal`` command as a user meets it: output, JSON, exit codes, one line for every error."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from golden import goldens
+from safetensors.torch import load_file
+
+from hal_core.cli.main import app_main
+
+MOE = "ar_sym_int4_g32_moe"
+
+
+@pytest.fixture
+def hal(capsys: pytest.CaptureFixture[str]):
+    def run(*arguments: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as stop:
+            app_main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return int(stop.value.code or 0), captured.out, captured.err
+
+    return run
+
+
+def test_probe_as_table_and_json(hal) -> None:
+    code, out, _ = hal("probe")
+    assert code == 0
+    assert "reference" in out
+    assert "Devices" in out
+    code, out, _ = hal("probe", "--json")
+    assert code == 0
+    assert {row["name"] for row in json.loads(out)["backends"]} >= {"reference"}
+
+
+def test_explain_one_op_lists_every_candidate_with_every_refusal(hal) -> None:
+    arguments = ("explain", "--op", "moe", "--lora", "--scheme", "int4:g36", "--numerics", "exact")
+    code, out, _ = hal(*arguments, "--json")
+    assert code == 0
+    data = json.loads(out)
+    assert data["selection"] is None
+    by_name = {c["kernel"]: {r["code"] for r in c["refusals"]} for c in data["candidates"]}
+    assert by_name["reference.moe"] == {"epilogue.lora"}
+    assert all(r["fix"] and r["asked"] and r["found"] for c in data["candidates"] for r in c["refusals"])
+    code, out, _ = hal(*arguments)
+    assert "epilogue.lora" in out
+    assert "nothing serves it" in out
+
+
+def test_explain_checkpoint_reads_headers_and_groups_layers(hal) -> None:
+    code, out, _ = hal("explain", goldens.folder(MOE), "--policy", "require:reference", "--json")
+    assert code == 0
+    groups = json.loads(out)["groups"]
+    assert {tuple(g["layers"]) for g in groups} >= {("model.layers.*.mlp.experts",)}
+    assert sum(g["count"] for g in groups) == 10
+    assert {i["kernel"] for g in groups for i in g["explanation"]["selection"]["intervals"]} == {"reference.moe", "reference.linear"}
+    code, out, _ = hal("explain", goldens.folder(MOE))
+    assert "model.layers.*.mlp.experts" in out
+
+
+def test_dequantize_writes_published_names(hal, tmp_path) -> None:
+    target = tmp_path / "out.safetensors"
+    code, out, _ = hal("dequantize", goldens.folder(MOE), "--out", target, "--json")
+    assert code == 0
+    assert json.loads(out)["bytes"] == target.stat().st_size
+    written, golden = load_file(target), load_file(goldens.folder(MOE) / "golden.safetensors")
+    assert torch.equal(written["model.layers.1.mlp.experts.5.up_proj.weight"], golden["model.layers.1.mlp.experts.5.up_proj.weight"])
+
+
+def test_logits_equal_the_golden(hal, tmp_path) -> None:
+    golden = load_file(goldens.folder(MOE) / "golden.safetensors")
+    ids = ",".join(map(str, golden["input_ids"][0].tolist()))
+    target = tmp_path / "logits.safetensors"
+    code, _, err = hal("logits", goldens.folder(MOE), "--ids", ids, "--out", target, "--policy", "require:reference")
+    assert code == 0, err
+    logits = load_file(target)["logits"]
+    assert logits.dtype == torch.float32
+    assert logits.shape == golden["logits"].shape
+    assert float((logits - golden["logits"]).norm() / golden["logits"].norm()) < 1e-4
+    assert [path.name for path in tmp_path.iterdir()] == ["logits.safetensors"]
+
+
+def out_of(tmp_path):
+    return ("--out", tmp_path / "x.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("explain",), "neither"),
+        (("explain", "{moe}", "--op", "moe"), "not both"),
+        (("explain", "--op", "conv"), "conv"),
+        (("explain", "--op", "linear", "--n", "0"), "LinearSpec.n"),
+        (("explain", "--op", "linear", "--n", "many"), "integer"),
+        (("explain", "--op", "linear", "--scheme", "int9:g32"), "int9"),
+        (("explain", "--op", "linear", "--scheme", "int4:gx"), "gx"),
+        (("explain", "--op", "linear", "--policy", "want:cpu"), "want"),
+        (("explain", "--op", "moe", "--numerics", "int5"), "int5"),
+        (("explain", "--op", "moe", "--alpha", "2"), "alpha"),
+        (("explain", "--op", "linear", "--nonsense"), "nonsense"),
+        (("explain", "/no/such/folder"), "/no/such/folder"),
+        (("logits", "{moe}", "--ids", "1,x", "{out}"), "1,x"),
+        (("logits", "{moe}", "--ids", ",", "{out}"), "empty"),
+        (("logits", "{moe}", "--ids", "1,256", "{out}"), "256 at position 1"),
+        (("logits", "{moe}", "--ids", "-1", "{out}"), "-1"),
+        (("logits", "{moe}", "--ids", "1", "--out", "/no/such/folder/x"), "folder does not exist"),
+        (("logits", "{moe}", "--ids", "1", "--out", "/"), "is a folder"),
+        (("logits", "{moe}", "--ids", "1", "{out}", "--policy", "require:cuda"), "cuda"),
+        (("run", "{moe}", "--prompt", "hello"), "tokenizer"),
+        (("run", "{moe}",), "--prompt"),
+        (("run", "{moe}", "--prompt", "x", "--dtype", "int7"), "."),
+        (("dequantize", "{moe}"), "--out"),
+        (("nothing",), "nothing"),
+    ],
+)  # fmt: skip
+def test_every_user_error_is_one_line_and_exit_code_2(hal, tmp_path, arguments, words: str) -> None:
+    filled: list[object] = []
+    for argument in arguments:
+        filled += out_of(tmp_path) if argument == "{out}" else [goldens.folder(MOE) if argument == "{moe}" else argument]
+    code, _, err = hal(*filled)
+    assert code == 2
+    lines = [line for line in err.splitlines() if line.strip()]
+    assert len(lines) == 1, err
+    assert lines[0].startswith("error: ")
+    assert words in lines[0]
+    assert "Traceback" not in err
+
+
+def test_debug_shows_the_traceback(hal) -> None:
+    code, _, err = hal("explain", "--op", "conv", "--debug")
+    assert code == 2
+    assert "Traceback" in err
+
+
+@pytest.mark.parametrize("command", ["probe", "explain", "dequantize", "logits", "run"])
+def test_help_has_examples(hal, command: str) -> None:
+    code, out, _ = hal(command, "--help")
+    assert code == 0
+    assert "Examples" in out
+    assert f"hal {command}" in out
+    assert "--json" in out
