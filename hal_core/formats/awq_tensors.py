@@ -51,7 +51,7 @@ class AWQPacking(Packing):
         expect(qweight, "I32", qweight.shape, why)
         expect_float(scales, (groups, n), why)
         expect(qzeros, "I32", (groups, n // 8), why)
-        return Plan(module, rule, parts, (n, k), rule.scheme(groups))
+        return Plan(module, rule, parts, (n, k), rule.scheme(k))
 
     def unpack(self, tensors: Mapping[str, Tensor], plan: Plan) -> QuantizedTensor:
         (n, k), module = plan.shape, plan.module
@@ -92,7 +92,7 @@ class AWQGemvPacking(Packing):
         expect(qweight, "I32", qweight.shape, why)
         expect_float(scales, (n, 8 * width), why)
         expect(qzeros, "I32", (n, width), why)
-        return Plan(module, rule, parts, (n, k), rule.scheme(group_count(k, rule.group)))
+        return Plan(module, rule, parts, (n, k), rule.scheme(k))
 
     def unpack(self, tensors: Mapping[str, Tensor], plan: Plan) -> QuantizedTensor:
         (_, k), module = plan.shape, plan.module

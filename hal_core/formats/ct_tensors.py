@@ -52,7 +52,7 @@ class CTPackedPacking(Packing):
                 )  # fmt: skip
         else:
             rule = replace(rule, act_order=False)  # an index that was never filled in is not saved: the order is plain
-        return Plan(module, rule, parts, (n, k), rule.scheme(groups))
+        return Plan(module, rule, parts, (n, k), rule.scheme(k))
 
     def _plan_zeros(self, module: str, parts: Mapping[str, TensorInfo], rule: Rule, grid: tuple[int, int], why: str) -> None:
         if rule.symmetric:

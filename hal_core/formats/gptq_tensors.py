@@ -85,7 +85,7 @@ class GPTQPacking(Packing):
             raise FormatError(
                 f"tensor {module}.g_idx", "missing although the config says desc_act", "the checkpoint is incomplete: fetch it again"
             )
-        return Plan(module, rule, parts, (n, k), rule.scheme(groups))
+        return Plan(module, rule, parts, (n, k), rule.scheme(k))
 
     def unpack(self, tensors: Mapping[str, Tensor], plan: Plan) -> QuantizedTensor:
         (n, k), bits, module = plan.shape, plan.rule.bits, plan.module

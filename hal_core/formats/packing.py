@@ -47,13 +47,16 @@ class Rule:
     activations: ActivationScheme | None = None
     per_tensor: bool = False
 
-    def scheme(self, groups: int) -> WeightScheme:
-        """The canonical scheme; activation order means nothing when there is one group."""
-        granularity = Granularity.channel() if self.group == -1 else Granularity.groups(self.group)
+    def scheme(self, k: int) -> WeightScheme:
+        """The canonical scheme of a weight with K inputs.
+
+        A group larger than K is a group of K. Activation order means nothing when there is one group.
+        """
+        granularity = Granularity.channel() if self.group == -1 else Granularity.groups(min(self.group, k))
         if self.per_tensor:
             granularity = Granularity.tensor()
         zero = ZeroKind.NONE if self.symmetric else ZeroKind.INTEGER
-        return WeightScheme(f"int{self.bits}", granularity, zero, self.act_order and groups > 1)
+        return WeightScheme(f"int{self.bits}", granularity, zero, self.act_order and 0 < self.group < k)
 
 
 @dataclass(frozen=True)

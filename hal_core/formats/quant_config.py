@@ -75,7 +75,7 @@ class QuantConfig:
     def group(self, default: Any = _MISSING) -> int:
         """``group_size``: positive, or -1 for one group."""
         size = self.integer("group_size", default)
-        if size != -1 and not 0 < size <= 2**31:
+        if size != -1 and not 0 < size < 2**31:
             raise self.error("group_size", f"{size}", "it is -1 or the number of inputs that share a scale")
         return int(size)
 

@@ -1,0 +1,154 @@
+"""Checkpoint layouts by name, each a bijection between a canonical weight and a file's tensors.
+
+``unpack(pack(x)) == x``, bit for bit, for every weight that the layout accepts. The readers of `hal_core.formats` use the
+same code on files; here it stands alone, to write checkpoints and to move a weight from one layout to another.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hal_core.errors import FormatError
+from hal_core.formats.awq_tensors import AWQGemvPacking, AWQPacking
+from hal_core.formats.ct_tensors import CTPackedPacking
+from hal_core.formats.gguf_blocks import BLOCK, block_scheme, pack_blocks, unpack_blocks
+from hal_core.formats.gptq_tensors import GPTQPacking
+from hal_core.formats.packing import Plan, Rule
+from hal_core.schemes import GranularityKind, ZeroKind
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from hal_core.canonical import QuantizedTensor
+    from hal_core.formats.packing import Packing
+    from hal_core.schemes import WeightScheme
+
+__all__ = ["LAYOUTS", "Layout", "layout"]
+
+
+class Layout(ABC):
+    """One layout of a matrix ``[N, K]`` in a checkpoint file."""
+
+    name: str
+
+    @abstractmethod
+    def obstacle(self, scheme: WeightScheme, shape: tuple[int, int]) -> str:
+        """Why a weight has no form in this layout; empty when it has one."""
+
+    @abstractmethod
+    def pack(self, weight: QuantizedTensor) -> dict[str, Tensor]:
+        """The file's tensors by suffix.
+
+        Raises:
+            FormatError: the weight has no form in this layout.
+        """
+
+    @abstractmethod
+    def unpack(self, tensors: Mapping[str, Tensor], scheme: WeightScheme, shape: tuple[int, int]) -> QuantizedTensor:
+        """The canonical weight, in fresh memory; inverse of :meth:`pack`.
+
+        Raises:
+            FormatError: tensors that do not hold such a weight.
+        """
+
+    def _check(self, scheme: WeightScheme, shape: tuple[int, ...]) -> tuple[int, int]:
+        found = f"shape {list(shape)} is not [N, K]" if len(shape) != 2 else self.obstacle(scheme, (shape[0], shape[1]))
+        if found:
+            raise FormatError(f"layout {self.name} for {scheme}", found, "choose another layout")
+        return shape[0], shape[1]
+
+
+@dataclass(frozen=True)
+class IntegerLayout(Layout):
+    """A packing of integer codes. n_step, k_step: at 32 bits a word, what N and K must be multiples of, by bits."""
+
+    name: str
+    packing: Packing
+    zero_minus_one: bool = False
+    bits: tuple[int, ...] = (2, 3, 4, 8)
+    act_order: bool = True
+    per_tensor: bool = False
+    whole_words_n: bool = True
+    whole_words_k: bool = True
+
+    def obstacle(self, scheme: WeightScheme, shape: tuple[int, int]) -> str:
+        kind = scheme.granularity.kind
+        kinds = [GranularityKind.CHANNEL, GranularityKind.GROUP] + [GranularityKind.TENSOR] * self.per_tensor
+        if not scheme.dtype.startswith("int") or scheme.bits not in self.bits:
+            return f"it holds integers of {', '.join(map(str, self.bits))} bits"
+        if kind not in kinds or (kind is GranularityKind.TENSOR and scheme.zero is not ZeroKind.NONE):
+            return f"it has no granularity {scheme.granularity} with zero kind {scheme.zero.value}"
+        if scheme.zero is ZeroKind.MINIMUM or (scheme.act_order and not self.act_order):
+            return "it has no float minimum" if scheme.zero is ZeroKind.MINIMUM else "it has no activation order"
+        for name, size, whole in (("N", shape[0], self.whole_words_n), ("K", shape[1], self.whole_words_k)):
+            if whole and size * scheme.bits % 32:
+                return f"{name}={size} codes of {scheme.bits} bits do not fill whole words"
+        if isinstance(self.packing, AWQGemvPacking) and scheme.granularity.group not in (32, 64) and (scheme.granularity.group or shape[1]) < 128:
+            return "it has groups of 32, 64, and 128 or more"
+        return ""
+
+    def _rule(self, scheme: WeightScheme) -> Rule:
+        return Rule(
+            self.packing, scheme.bits, scheme.granularity.group or -1, scheme.zero is ZeroKind.NONE, self.zero_minus_one, scheme.act_order,
+            per_tensor=scheme.granularity.kind is GranularityKind.TENSOR,
+        )  # fmt: skip
+
+    def pack(self, weight: QuantizedTensor) -> dict[str, Tensor]:
+        self._check(weight.scheme, weight.shape)
+        return self.packing.pack(weight, self._rule(weight.scheme))
+
+    def unpack(self, tensors: Mapping[str, Tensor], scheme: WeightScheme, shape: tuple[int, int]) -> QuantizedTensor:
+        shape = self._check(scheme, shape)
+        plan = Plan("weight", self._rule(scheme), {}, shape, scheme)
+        return self.packing.unpack({suffix: tensor.clone() for suffix, tensor in tensors.items()}, plan)
+
+
+@dataclass(frozen=True)
+class BlockLayout(Layout):
+    """A GGUF type; its one tensor is called ``data``, uint8 ``[N, bytes of a row]``."""
+
+    name: str
+    kind: str
+
+    def obstacle(self, scheme: WeightScheme, shape: tuple[int, int]) -> str:
+        if scheme != block_scheme(self.kind):
+            return f"it holds {block_scheme(self.kind)}"
+        return f"K={shape[1]} is not a multiple of {BLOCK}" if shape[1] % BLOCK else ""
+
+    def pack(self, weight: QuantizedTensor) -> dict[str, Tensor]:
+        self._check(weight.scheme, weight.shape)
+        return {"data": pack_blocks(weight, self.kind)}
+
+    def unpack(self, tensors: Mapping[str, Tensor], scheme: WeightScheme, shape: tuple[int, int]) -> QuantizedTensor:
+        return unpack_blocks(tensors["data"], self.kind, self._check(scheme, shape), "data")
+
+
+#: Every checkpoint layout by name.
+LAYOUTS: Mapping[str, Layout] = {
+    each.name: each
+    for each in (
+        IntegerLayout("gptq", GPTQPacking(), zero_minus_one=True),
+        IntegerLayout("gptq_v2", GPTQPacking()),
+        IntegerLayout("awq:gemm", AWQPacking(), bits=(4,), act_order=False, whole_words_k=False),
+        IntegerLayout("awq:gemv", AWQGemvPacking(), bits=(4,), act_order=False, whole_words_n=False),
+        IntegerLayout("compressed-tensors:pack-quantized", CTPackedPacking(), per_tensor=True, whole_words_n=False, whole_words_k=False),
+        BlockLayout("gguf:Q4_0", "Q4_0"),
+        BlockLayout("gguf:Q4_1", "Q4_1"),
+        BlockLayout("gguf:Q8_0", "Q8_0"),
+    )
+}
+
+
+def layout(name: str) -> Layout:
+    """The layout of that name.
+
+    Raises:
+        FormatError: there is none; the message lists them.
+    """
+    if name not in LAYOUTS:
+        raise FormatError(f"layout {name!r}", "not known", f"known: {', '.join(LAYOUTS)}")
+    return LAYOUTS[name]
