@@ -45,7 +45,8 @@ def config(layers: int, moe: bool) -> dict[str, object]:
         "hidden_size": size["hidden"], "intermediate_size": size["inner"], "num_hidden_layers": layers, "num_attention_heads": heads,
         "num_key_value_heads": 8, "head_dim": 128, "vocab_size": size["vocab"], "dtype": "bfloat16", "tie_word_embeddings": False,
         "rms_norm_eps": 1e-6, "max_position_embeddings": 4096, "hidden_act": "silu",
-        "quantization_config": {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4, "group_size": GROUP, "sym": True},
+        "quantization_config": {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4,
+                                "group_size": GROUP, "sym": True},
     }  # fmt: skip
     if moe:
         base |= {"num_experts": size["experts"], "num_experts_per_tok": 8, "moe_intermediate_size": size["inner"], "norm_topk_prob": True}
@@ -56,7 +57,9 @@ def plain(layers: int, moe: bool) -> dict[str, tuple[int, ...]]:
     """Unquantized parameters, in bf16."""
     size = MOE if moe else DENSE
     h = size["hidden"]
-    found: dict[str, tuple[int, ...]] = {n: (size["vocab"], h) for n in ("model.embed_tokens.weight", "lm_head.weight")} | {"model.norm.weight": (h,)}
+    found: dict[str, tuple[int, ...]] = dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), (size["vocab"], h)) | {
+        "model.norm.weight": (h,)
+    }
     for layer in range(layers):
         at = f"model.layers.{layer}"
         found |= {f"{at}.{n}.weight": (h,) for n in ("input_layernorm", "post_attention_layernorm")}
@@ -71,7 +74,11 @@ def write_checkpoint(folder: Path, layers: int, moe: bool) -> int:
     (folder / "config.json").write_text(json.dumps(config(layers, moe)))
     tensors: list[tuple[str, str, tuple[int, ...]]] = [(n, "BF16", s) for n, s in plain(layers, moe).items()]
     for name, (n, k) in shapes(layers, moe).items():
-        tensors += [(f"{name}.qweight", "I32", (k // 8, n)), (f"{name}.qzeros", "I32", (k // GROUP, n // 8)), (f"{name}.scales", "F16", (k // GROUP, n))]
+        tensors += [
+            (f"{name}.qweight", "I32", (k // 8, n)),
+            (f"{name}.qzeros", "I32", (k // GROUP, n // 8)),
+            (f"{name}.scales", "F16", (k // GROUP, n)),
+        ]
     header, offset = {}, 0
     for name, dtype, shape in tensors:
         count = (4 if dtype == "I32" else 2) * int(torch.Size(shape).numel())
@@ -116,7 +123,7 @@ print(json.dumps({"before": before, "peak": peak - before, "after": after - befo
 
 def measure(folder: Path, policy: str, canonical: int) -> dict[str, object]:
     """Load in a subprocess and compare its peak with the limit."""
-    done = subprocess.run([sys.executable, "-c", CHILD, str(folder), policy], capture_output=True, text=True, check=False)  # noqa: S603
+    done = subprocess.run([sys.executable, "-c", CHILD, str(folder), policy], capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(done.stderr)
     found = json.loads(done.stdout.splitlines()[-1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,12 +11,14 @@ from hal_core.errors import ShapeError
 from hal_core.schemes import GranularityKind, WeightScheme, ZeroKind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from torch import Tensor
 
 __all__ = ["QuantizedTensor", "pack_nibbles", "stack", "unpack_nibbles"]
 
+#: Tensors with a row for each row of N.
+_ROW_TENSORS = ("values", "scales", "zeros", "mins")
 _FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "mxfp8": torch.float8_e4m3fn}
 
@@ -115,29 +117,32 @@ class QuantizedTensor:
         named = {name: getattr(self, name) for name in ("values", "scales", "zeros", "mins", "g_idx", "global_scale")}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
+    def _with(self, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> QuantizedTensor:
+        return QuantizedTensor(self.scheme, shape, **{**self.tensors(), **tensors})
+
     def expert(self, index: int) -> QuantizedTensor:
         """One matrix of a stack: ``[E, N, K]`` to ``[N, K]``; a view."""
-        return replace(self, shape=self.shape[1:], **{name: tensor[index] for name, tensor in self.tensors().items()})
+        return self._with({name: tensor[index] for name, tensor in self.tensors().items()}, self.shape[1:])
 
     def rows(self, start: int, stop: int) -> QuantizedTensor:
         """Rows ``start:stop`` of N as a view; not for block granularity, whose grid rows do not follow N."""
         if self.scheme.granularity.block is not None:
             raise ShapeError("row slice", f"{self.scheme} has a two-dimensional scale grid", "dequantize the whole matrix")
-        parts = {n: t[..., start:stop, :] for n, t in self.tensors().items() if n in ("values", "scales", "zeros", "mins") and t.shape[-2] > 1}
+        parts = {name: t[..., start:stop, :] for name, t in self.tensors().items() if name in _ROW_TENSORS and t.shape[-2] > 1}
         count = len(range(*slice(start, stop).indices(self.shape[-2])))
         if self.shape[-2] == 1:
             return self
-        return replace(self, shape=(*self.shape[:-2], count, self.shape[-1]), **parts)
+        return self._with(parts, (*self.shape[:-2], count, self.shape[-1]))
 
     def gather_rows(self, ids: Tensor) -> QuantizedTensor:
         """Rows ``ids [M]`` of a matrix, copied; not for block granularity."""
         if self.scheme.granularity.block is not None:
             raise ShapeError("row gather", f"{self.scheme} has a two-dimensional scale grid", "dequantize the whole matrix")
         n = self.shape[-2]
-        parts = {name: t for name, t in self.tensors().items() if name in ("values", "scales", "zeros", "mins")}
+        parts = {name: t for name, t in self.tensors().items() if name in _ROW_TENSORS}
         # a per-tensor scale has one row for all of N and stays as it is
         parts = {name: t[ids] if t.shape[0] == n else t for name, t in parts.items()}
-        return replace(self, shape=(ids.numel(), self.shape[-1]), **parts)
+        return self._with(parts, (ids.numel(), self.shape[-1]))
 
     def codes(self) -> Tensor:
         """Integer codes ``[.., N, K]`` (int16, sign-extended when signed), or float values, unscaled."""
@@ -196,4 +201,4 @@ def stack(tensors: Iterable[QuantizedTensor], count: int) -> QuantizedTensor:
             parts[name][index].copy_(t)
     if first is None or index + 1 != count:
         raise ShapeError("stack of experts", f"{index + 1} given, {count} expected")
-    return replace(first, shape=(count, *first.shape), **parts)
+    return first._with(parts, (count, *first.shape))

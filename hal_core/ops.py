@@ -116,7 +116,7 @@ class MoEExperts(Op):
             HalError: an id outside ``[-1, num_experts)``; the message gives token, slot and id.
         """
         if callable(x):
-            return super().apply(x)  # type: ignore[return-value]
+            return super().apply(x)  # type: ignore[unreachable]
         return self.compute(x, routing, expert_map, out, workspace, reduce)
 
     @abstractmethod

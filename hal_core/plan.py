@@ -49,6 +49,7 @@ def plan_checkpoint(checkpoint: Checkpoint, dtype: str, numerics: str = "checkpo
     """Every op with quantized weights, in checkpoint order.
 
     Args:
+        checkpoint: an opened checkpoint.
         dtype: activation dtype word, ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         numerics: a word of :func:`hal_core.numerics.numerics_from_word`.
 
@@ -113,14 +114,18 @@ def _plan_experts(checkpoint: Checkpoint, block: str, roles: Mapping[str, Mappin
         scheme = common_scheme((entry.scheme for entry in members.values()), members[0].shape[-1])
         if scheme is None:
             found = ", ".join(dict.fromkeys(str(entry.scheme) for entry in members.values()))
-            raise FormatError(f"{block}.*.{role}.weight", f"schemes that no single one holds exactly: {found}", "quantize the experts of a block alike")
+            raise FormatError(
+                f"{block}.*.{role}.weight", f"no single scheme holds {found} exactly", "quantize the experts of a block alike"
+            )
         entries[role] = replace(members[0], scheme=scheme)
     for role in ("up_proj", "down_proj", "gate_proj"):
         if role not in entries:
-            raise FormatError(f"{block}.*.{role}.weight", "missing or not quantized, unlike its siblings", "quantize a block of experts as a whole")
+            raise FormatError(
+                f"{block}.*.{role}.weight", "missing, or unquantized unlike its siblings", "quantize a block of experts as a whole"
+            )
     spec = _experts_spec(checkpoint.config, block, count, entries, dtype, numerics)
-    members = tuple((role.removesuffix("_proj"), roles[role][i].name) for role in ("gate_proj", "up_proj", "down_proj") for i in range(count))
-    return PlannedOp(block, spec, members, _widening_notes(roles, entries))
+    named = tuple((role.removesuffix("_proj"), roles[role][i].name) for role in ("gate_proj", "up_proj", "down_proj") for i in range(count))
+    return PlannedOp(block, spec, named, _widening_notes(roles, entries))
 
 
 def _widening_notes(roles: Mapping[str, Mapping[int, Entry]], entries: Mapping[str, Entry]) -> tuple[str, ...]:
@@ -132,7 +137,7 @@ def _widening_notes(roles: Mapping[str, Mapping[int, Entry]], entries: Mapping[s
             if entry.scheme != entries[role].scheme:
                 narrow.setdefault(str(entry.scheme), []).append(index)
         notes += [
-            f"{role} of experts {', '.join(map(str, which))} held as {entries[role].scheme}, stored as {scheme} (exact, {len(which)} of {len(members)})"
+            f"{role} of experts {', '.join(map(str, which))} stored as {scheme}, held as {entries[role].scheme} (exact)"
             for scheme, which in narrow.items()
         ]
     return tuple(notes)
@@ -143,9 +148,10 @@ def _experts_spec(config: Mapping[str, Any], block: str, count: int, entries: Ma
     (intermediate, hidden), top_k = up.shape, config.get("num_experts_per_tok")
     named = config.get("num_experts", config.get("num_local_experts"))
     if named is not None and named != count:
-        raise FormatError(f"experts {block}", f"{count} in the files, {named} in config.json", "complete the checkpoint, or mend its config")
+        raise FormatError(f"experts {block}", f"{count} in the files, {named} in config.json", "complete the checkpoint")
     if gate.shape != up.shape or down.shape != (hidden, intermediate):
-        raise FormatError(f"experts {block}", f"gate {list(gate.shape)}, up {list(up.shape)}, down {list(down.shape)}", "shapes must fit each other")
+        found = f"gate {list(gate.shape)}, up {list(up.shape)}, down {list(down.shape)}"
+        raise FormatError(f"experts {block}", found, "shapes must fit each other")
     act = _HIDDEN_ACTS.get(str(config.get("hidden_act", "silu")))
     if act is None:
         raise FormatError("config.hidden_act", repr(config.get("hidden_act")), f"served: {', '.join(_HIDDEN_ACTS)}")

@@ -35,7 +35,9 @@ def common_scheme(schemes: Iterable[WeightScheme], k: int) -> WeightScheme | Non
     if len(found) == 1:
         return found[0]
     zeros = {s.zero for s in found}
-    if any(not s.dtype.startswith("int") or s.act_order or _group(s, k) is None for s in found) or (ZeroKind.MINIMUM in zeros and len(zeros) > 1):
+    if any(not s.dtype.startswith("int") or s.act_order or _group(s, k) is None for s in found):
+        return None
+    if ZeroKind.MINIMUM in zeros and len(zeros) > 1:
         return None
     group = math.gcd(*(_group(s, k) or k for s in found))
     granularity = Granularity.channel() if group == k else Granularity.groups(group)

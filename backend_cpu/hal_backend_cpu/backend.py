@@ -5,9 +5,8 @@ from __future__ import annotations
 from importlib.metadata import distribution
 from typing import TYPE_CHECKING
 
-from hal_core.manifest import FILE_NAME, BackendManifest
-
 from hal_backend_cpu.kernels import KERNELS
+from hal_core.manifest import FILE_NAME, BackendManifest
 
 if TYPE_CHECKING:
     from hal_core.kernel import Kernel

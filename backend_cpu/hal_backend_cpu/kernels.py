@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hal_backend_cpu.layout import LAYOUT
 from hal_core.kernel import EmbeddingKernel, LinearEpilogue, LinearKernel, MoEEpilogue, MoEKernel, SchemeSet
 from hal_core.numerics import Numerics
 from hal_core.refusal import Refusal
 from hal_core.schemes import GranularityKind, ZeroKind
 from hal_core.spec import ACTIVATIONS
 
-from hal_backend_cpu.layout import LAYOUT
-
 if TYPE_CHECKING:
+    from hal_backend_cpu.ops import CpuEmbedding, CpuLinear, CpuMoE
     from hal_core.kernel import LinearWeights, MoEWeights
     from hal_core.machine import Machine
     from hal_core.spec import EmbeddingSpec, LinearSpec, MoESpec
-
-    from hal_backend_cpu.ops import CpuEmbedding, CpuLinear, CpuMoE
 
 __all__ = ["KERNELS"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from hal_core.canonical import QuantizedTensor, pack_nibbles, unpack_nibbles
-from hal_core.errors import ShapeError
 from torch import nn
 
 from hal_backend_cpu import _native
+from hal_core.canonical import QuantizedTensor, pack_nibbles, unpack_nibbles
+from hal_core.errors import ShapeError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,7 +59,8 @@ class PackedMatrix(nn.Module):
         for name, tensor in self._packed(weight).items():
             if tensor is not None:
                 if tensor.dtype != getattr(self, name).dtype:
-                    raise ShapeError(f"update of {name}", f"dtype {tensor.dtype}, prepared {getattr(self, name).dtype}", "keep the dtype of scales")
+                    found = f"dtype {tensor.dtype}, prepared {getattr(self, name).dtype}"
+                    raise ShapeError(f"update of {name}", found, "keep the dtype of scales")
                 getattr(self, name).copy_(tensor)
 
     def _apply(self, fn: object, recurse: bool = True) -> PackedMatrix:
@@ -120,5 +121,3 @@ def _take_columns(values: Tensor, perm: Tensor, k: int, bits: int) -> Tensor:
     if bits != 4:
         return values[:, perm.long()]
     return pack_nibbles(unpack_nibbles(values, k)[:, perm.long()])
-
-

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from torch import Tensor, nn
+
+from hal_backend_cpu import _native
+from hal_backend_cpu.layout import PackedMatrix
 from hal_core.dtypes import torch_dtype
 from hal_core.errors import ShapeError
 from hal_core.ops import MoEExperts, QuantEmbedding, QuantLinear, Routed
 from hal_core.reference.linear import check_weight
 from hal_core.reference.moe import check_moe_weights
-from torch import Tensor, nn
-
-from hal_backend_cpu import _native
-from hal_backend_cpu.layout import PackedMatrix
 
 if TYPE_CHECKING:
     from hal_core.kernel import LinearWeights, MoEWeights
@@ -45,7 +45,8 @@ class CpuLinear(QuantLinear):
         super().__init__()
         check_weight("linear", weights.weight, (spec.n, spec.k), spec.weights)
         if (weights.bias is not None) != spec.bias or (spec.bias and tuple(weights.bias.shape) != (spec.n,)):
-            raise ShapeError("linear bias", "none" if weights.bias is None else str(list(weights.bias.shape)), f"the spec says bias={spec.bias}, n={spec.n}")
+            found = "none" if weights.bias is None else str(list(weights.bias.shape))
+            raise ShapeError("linear bias", found, f"the spec says bias={spec.bias}, n={spec.n}")
         self.spec, self.isa = spec, isa
         self.weight = PackedMatrix(weights.weight)
         self.register_buffer("bias", None if weights.bias is None else weights.bias.float())
@@ -95,9 +96,10 @@ class CpuMoE(MoEExperts):
             bias = getattr(weights, name)
             self.register_buffer(name, None if bias is None else bias.float())
 
-    def compute(self, x, routing, expert_map, out, workspace, reduce):  # noqa: ANN001, ANN201  typed in the base class
+    def compute(self, x, routing, expert_map, out, workspace, reduce):  # types: see the base class
         if not isinstance(x, Tensor) or not isinstance(routing, Routed):
-            raise ShapeError("cpu experts", f"{type(x).__name__} with {type(routing).__name__}", "give a tensor and Routed(topk_ids, topk_weights)")
+            found = f"{type(x).__name__} with {type(routing).__name__}"
+            raise ShapeError("cpu experts", found, "give a tensor and Routed(topk_ids, topk_weights)")
         s, a = self.spec, self.spec.activation
         if (expert_map is not None) != s.expert_map or (expert_map is not None and tuple(expert_map.shape) != (s.num_experts,)):
             found = "missing" if expert_map is None else f"shape {list(expert_map.shape)}"

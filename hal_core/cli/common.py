@@ -34,11 +34,21 @@ __all__ = [
     "progress_bar",
 ]
 
-CHECKPOINT = Annotated[str, typer.Argument(metavar="CKPT", help="A checkpoint folder, or a .gguf file.", show_default=False)]
+CHECKPOINT = Annotated[
+    str,
+    typer.Argument(
+        metavar="CKPT",
+        help="A checkpoint folder, a .gguf file, or a hub id: org/name, org/name@revision, org/name:file.gguf.",
+        show_default=False,
+    ),
+]
 JSON = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 POLICY = Annotated[
     str | None,
-    typer.Option(help="auto, prefer:NAME or require:NAME; NAME is a backend, backend.kernel or a glob, with an optional op scope.", show_default="auto"),
+    typer.Option(
+        help="auto, prefer:NAME or require:NAME; NAME is a backend, backend.kernel or glob, with an optional op= scope.",
+        show_default="auto",
+    ),
 ]
 NUMERICS = Annotated[str, typer.Option(help="Activation numerics to tolerate: exact, checkpoint or int8.")]
 OUT = Annotated[Path, typer.Option("--out", help="The safetensors file to write.", show_default=False)]

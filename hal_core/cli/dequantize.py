@@ -19,10 +19,11 @@ def register(app: typer.Typer) -> None:
     def dequantize_command(checkpoint: CHECKPOINT, out: OUT, as_json: JSON = False) -> None:
         """Write every parameter in float32, with the names and shapes of the published unquantized checkpoint."""
         from hal_core.dequantize import dequantize_checkpoint
+        from hal_core.hub import resolve_checkpoint
 
         target = check_output(out)
         with progress_bar("dequantizing", as_json) as progress:
-            dequantize_checkpoint(checkpoint, target, progress=progress)
+            dequantize_checkpoint(resolve_checkpoint(checkpoint), target, progress=progress)
         size = target.stat().st_size
         if as_json:
             print_json({"checkpoint": checkpoint, "out": str(target), "bytes": size})

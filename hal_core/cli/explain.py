@@ -26,12 +26,15 @@ def register(app: typer.Typer) -> None:
     @app.command(
         "explain",
         epilog=examples(
-            "hal explain CKPT", "hal explain CKPT --policy require:cpu --numerics exact", "hal explain --op linear --n 4096 --k 4096 --scheme int4:g128",
+            "hal explain CKPT", "hal explain CKPT --policy require:cpu --numerics exact",
+            "hal explain --op linear --n 4096 --k 4096 --scheme int4:g128",
             "hal explain --op moe --experts 128 --top-k 8 --hidden 2048 --intermediate 768 --scheme int4:g32:zero --json",
         ),
     )  # fmt: skip
     def explain_command(
-        checkpoint: Annotated[str | None, typer.Argument(metavar="[CKPT]", help="A checkpoint folder or .gguf file; or describe one op by --op.")] = None,
+        checkpoint: Annotated[
+            str | None, typer.Argument(metavar="[CKPT]", help="A checkpoint folder or .gguf file, unless --op is given.")
+        ] = None,
         op: Annotated[str | None, typer.Option(help="linear, moe or embedding, in place of a checkpoint.")] = None,
         n: Annotated[int, typer.Option(help="Outputs of a linear; rows of an embedding.")] = 4096,
         k: Annotated[int, typer.Option(help="Inputs of a linear; width of an embedding.")] = 4096,
@@ -39,25 +42,30 @@ def register(app: typer.Typer) -> None:
         top_k: Annotated[int, typer.Option(help="Experts of a token.")] = 8,
         hidden: Annotated[int, typer.Option(help="Hidden size of a block of experts.")] = 2048,
         intermediate: Annotated[int, typer.Option(help="Intermediate size of an expert.")] = 768,
-        scheme: Annotated[str, typer.Option(help="Weight scheme, e.g. int4:g128, int4:g32:zero, int4:g32:min, int8:channel.")] = "int4:g128",
+        scheme: Annotated[
+            str, typer.Option(help="Weight scheme, e.g. int4:g128, int4:g32:zero, int4:g32:min, int8:channel.")
+        ] = "int4:g128",
         activation: Annotated[str, typer.Option(help="silu, gelu, gelu_tanh, swiglu_oai or relu2.")] = "silu",
         alpha: Annotated[float | None, typer.Option(help="Sigmoid slope of swiglu_oai.")] = None,
         limit: Annotated[float | None, typer.Option(help="Clamp of gate and up.")] = None,
         bias: Annotated[bool, typer.Option("--bias", help="With a bias.")] = False,
         lora: Annotated[bool, typer.Option("--lora", help="With a LoRA delta.")] = False,
-        dtype: Annotated[str | None, typer.Option(help="Activation dtype: fp32, bf16 or fp16.", show_default="the checkpoint's, or bf16")] = None,
+        dtype: Annotated[
+            str | None, typer.Option(help="Activation dtype: fp32, bf16 or fp16.", show_default="the checkpoint's, or bf16")
+        ] = None,
         policy: POLICY = None,
         numerics: NUMERICS = "checkpoint",
         as_json: JSON = False,
     ) -> None:
-        """Print the chosen kernel, its layout and numerics, and every other candidate with all its refusals and fixes."""
+        """Print the chosen kernel with its layout and numerics, and every other candidate with all its refusals and fixes."""
         import hal_core
         from hal_core.numerics import numerics_from_word
         from hal_core.schemes import WeightScheme
         from hal_core.spec import Activation, EmbeddingSpec, LinearSpec, MoESpec
 
         if (checkpoint is None) == (op is None):
-            raise SettingError("hal explain", "give a checkpoint or --op, not both" if op else "neither a checkpoint nor --op given", "see 'hal explain --help'")
+            found = "a checkpoint and --op given, not both at once please" if op else "neither a checkpoint nor --op given"
+            raise SettingError("hal explain", found, "see 'hal explain --help'")
         if checkpoint is not None:
             _explain_checkpoint(checkpoint, dtype, policy, numerics, as_json)
             return
@@ -73,7 +81,9 @@ def register(app: typer.Typer) -> None:
         else:
             act = Activation(activation, alpha, limit)
             gate = None if activation == "relu2" else weights
-            spec = MoESpec(experts, top_k, hidden, intermediate, weights, weights, gate, act, numerics=request, dtype=word, bias=bias, lora=lora)
+            spec = MoESpec(
+                experts, top_k, hidden, intermediate, weights, weights, gate, act, numerics=request, dtype=word, bias=bias, lora=lora
+            )
         explanation = hal_core.explain(spec, policy=policy)
         if as_json:
             print_json(explanation.to_json())
@@ -132,7 +142,9 @@ def print_explanations(explanations: list[Explanation]) -> None:
         if s is None:
             out.print(Text(f"nothing serves it under {first.policy}: {first.problem}", style="red"))
         else:
-            out.print(Text(f"{', '.join(map(str, s.intervals))}; layout {s.layout}; numerics {s.numerics}; policy {s.policy}", style="green"))
+            out.print(
+                Text(f"{', '.join(map(str, s.intervals))}; layout {s.layout}; numerics {s.numerics}; policy {s.policy}", style="green")
+            )
         out.print(_candidates_table(first))
 
 
@@ -141,7 +153,9 @@ def _candidates_table(explanation: Explanation) -> Table:
     for header, fold in (("candidate", True), ("verdict", True), ("code", False), ("asked", True), ("found", True), ("what to do", True)):
         table.add_column(header, overflow="fold" if fold else "ellipsis", no_wrap=not fold)
     for candidate in explanation.candidates:
-        verdict = Text("chosen", style="green") if candidate.chosen else Text("accepted") if candidate.accepted else Text("refused", style="red")
+        verdict = (
+            Text("chosen", style="green") if candidate.chosen else Text("accepted") if candidate.accepted else Text("refused", style="red")
+        )
         if not candidate.refusals:
             table.add_row(candidate.kernel, verdict, "", "", "ranks lower" if explanation.served and not candidate.chosen else "", "")
         for index, refusal in enumerate(candidate.refusals):

@@ -66,7 +66,9 @@ def compute_logits(model: Any, tokens: list[int]) -> Tensor:
     vocab = model.config.vocab_size
     wrong = [(i, token) for i, token in enumerate(tokens) if not 0 <= token < vocab]
     if wrong:
-        raise SettingError(f"token id {wrong[0][1]} at position {wrong[0][0]}", f"the vocabulary has {vocab}", f"ids run from 0 to {vocab - 1}")
+        raise SettingError(
+            f"token id {wrong[0][1]} at position {wrong[0][0]}", f"the vocabulary has {vocab}", f"ids run from 0 to {vocab - 1}"
+        )
     with torch.inference_mode():
         return model(input_ids=torch.tensor([tokens]), use_cache=False).logits.float().clone()  # type: ignore[no-any-return]
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from hal_core.cli import dequantize, explain, logits, probe, run
+from hal_core.cli import dequantize, explain, facts, inspect, logits, perplexity, probe, run
 from hal_core.errors import HalError, NoKernelError
 
 __all__ = ["app", "app_main"]
@@ -23,7 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 # typer either depends on click or carries its own copy, by version; its own public error leads to the right base class.
-_USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[2]  # type: ignore[assignment]
+_USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[2]
 
 
 def _version(wanted: bool) -> None:
@@ -41,7 +41,7 @@ def _root(
     """Every command takes --json for machine-readable output, and --debug for a traceback on errors."""
 
 
-for _module in (probe, explain, dequantize, logits, run):
+for _module in (probe, facts, inspect, explain, dequantize, logits, perplexity, run):
     _module.register(app)
 
 
@@ -70,7 +70,7 @@ def _guarded(arguments: list[str], debug: bool) -> int:
         # the reader of a pipe went away: nothing is left to say, and closing must not raise again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except (Exception, KeyboardInterrupt) as error:  # the last resort of a program: every kind gets its line and its code
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  the last resort of a program: every kind gets its line and its code
         if debug:
             traceback.print_exception(error)
         message, code = _verdict(error)

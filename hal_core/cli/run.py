@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
 from hal_core.cli.common import (
-    CHECKPOINT, JSON, NUMERICS, POLICY, console, examples, human_bytes, module_pattern, peak_memory_bytes, print_json, progress_bar,
+    CHECKPOINT,
+    JSON,
+    NUMERICS,
+    POLICY,
+    console,
+    examples,
+    human_bytes,
+    module_pattern,
+    peak_memory_bytes,
+    print_json,
+    progress_bar,
 )  # fmt: skip
 from hal_core.errors import FormatError, SettingError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from hal_core.report import LoadReport
 
 __all__ = ["register"]
@@ -63,7 +74,9 @@ def register(app: typer.Typer) -> None:
 
     @app.command(
         "run",
-        epilog=examples('hal run model.gguf --prompt "Why is the sky blue?"', "hal run CKPT --prompt Hi --policy require:cpu --max-new-tokens 32 --json"),
+        epilog=examples(
+            'hal run model.gguf --prompt "Why is the sky blue?"', "hal run CKPT --prompt Hi --policy require:cpu --max-new-tokens 32 --json"
+        ),
     )
     def run_command(
         checkpoint: CHECKPOINT,
@@ -72,7 +85,9 @@ def register(app: typer.Typer) -> None:
         policy: POLICY = None,
         numerics: NUMERICS = "checkpoint",
         dtype: Annotated[str, typer.Option(help="Activation dtype: auto, fp32, bf16 or fp16.")] = "auto",
-        chat: Annotated[bool | None, typer.Option(help="Wrap the prompt in the checkpoint's chat template.", show_default="when it has one")] = None,
+        chat: Annotated[
+            bool | None, typer.Option(help="Wrap the prompt in the checkpoint's chat template.", show_default="when it has one")
+        ] = None,
         temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
         top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus mass, used with a temperature.")] = 1.0,
         seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
@@ -83,18 +98,26 @@ def register(app: typer.Typer) -> None:
         import torch
 
         import hal_core
+        from hal_core.hub import resolve_checkpoint
 
         if threads is not None:
             torch.set_num_threads(threads)
         torch.manual_seed(seed)
-        tokenizer = load_tokenizer(Path(checkpoint))
+        path = resolve_checkpoint(checkpoint)
+        tokenizer = load_tokenizer(path)
         with progress_bar("loading", as_json) as progress:
             started = time.perf_counter()
-            model = hal_core.load(checkpoint, policy=policy, numerics=numerics, dtype=dtype, progress=progress)
+            model = hal_core.load(path, policy=policy, numerics=numerics, dtype=dtype, progress=progress)
             load_seconds = time.perf_counter() - started
         ids = encode(tokenizer, prompt, chat)
         result = generate(model, tokenizer, ids, max_new_tokens, temperature, top_p, quiet=as_json)
-        result = {"checkpoint": checkpoint, **result, "load_seconds": load_seconds, "peak_memory_bytes": peak_memory_bytes(), **describe(model.hal)}
+        result = {
+            "checkpoint": checkpoint,
+            **result,
+            "load_seconds": load_seconds,
+            "peak_memory_bytes": peak_memory_bytes(),
+            **describe(model.hal),
+        }
         if as_json:
             print_json(result)
         else:
@@ -106,10 +129,12 @@ def load_tokenizer(path: Path) -> Any:
     from transformers import AutoTokenizer
 
     if path.is_dir() and not any((path / name).is_file() for name in _TOKENIZER_FILES):
-        raise FormatError(f"tokenizer of {path}", f"none of {', '.join(_TOKENIZER_FILES)} is there", "add them, or use 'hal logits' with token ids")
+        raise FormatError(
+            f"tokenizer of {path}", f"none of {', '.join(_TOKENIZER_FILES)} is there", "add them, or use 'hal logits' with token ids"
+        )
     try:
         if path.is_file():
-            return AutoTokenizer.from_pretrained(str(path.parent or "."), gguf_file=path.name, local_files_only=True)
+            return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name, local_files_only=True)
         return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -163,7 +188,8 @@ def describe(report: LoadReport) -> dict[str, Any]:
     rows = [{"layers": pattern, "count": count, "kernel": kernel, "spec": spec} for (pattern, kernel, spec), count in layers.items()]
     return {
         "format": report.format, "dtype": report.dtype, "numerics": report.numerics, "policy": report.policy, "kernels": report.kernels(),
-        "layers": rows, "notes": [f"{op.module}: {note}" for op in report.ops for note in op.notes], "packed_bytes": report.packed_bytes, "unquantized_bytes": report.unquantized_bytes,
+        "layers": rows, "notes": [f"{op.module}: {note}" for op in report.ops for note in op.notes],
+        "packed_bytes": report.packed_bytes, "unquantized_bytes": report.unquantized_bytes,
     }  # fmt: skip
 
 

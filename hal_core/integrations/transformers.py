@@ -16,6 +16,7 @@ from hal_core.canonical import stack
 from hal_core.dtypes import dtype_word, torch_dtype
 from hal_core.errors import FormatError, HalError, MissingDependencyError
 from hal_core.formats import open_checkpoint
+from hal_core.formats.base import Checkpoint
 from hal_core.kernel import LinearWeights, MoEWeights
 from hal_core.ops import MoEExperts, Op, QuantEmbedding, Routed
 from hal_core.plan import PlannedOp, checkpoint_dtype, plan_checkpoint
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from hal_core.formats.base import Checkpoint
     from hal_core.policy import Policy
 
     Progress = Callable[[int, int, str], None]
@@ -80,7 +80,7 @@ def load(
         FormatError: the checkpoint does not hold what the model needs, or holds what the model does not use.
         NoKernelError: no kernel may serve a layer; names the layer and every candidate's reasons.
     """
-    checkpoint = path if not isinstance(path, str) and hasattr(path, "entries") else open_checkpoint(path)
+    checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     activation_dtype = torch_dtype(checkpoint_dtype(checkpoint, dtype))
     chosen = current_policy(policy)
     model = _skeleton(checkpoint, activation_dtype)
@@ -107,7 +107,7 @@ def _skeleton(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     try:
         config = AutoConfig.for_model(model_type, **fields)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
     except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, RuntimeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise FormatError(f"model of {checkpoint.path}", f"model_type {model_type!r}: {reason}", "check config.json") from error
@@ -138,14 +138,16 @@ class _Filler:
         self.model.set_submodule(planned.module, new)
         if isinstance(op, QuantEmbedding) and planned.spec.op == "embedding" and getattr(planned.spec, "tied_head", False):
             self.model.set_output_embeddings(TiedHead(op))
-        self.reports.append(OpReport(planned.module, op.selection, _nbytes(op), planned.notes))
+        if op.selection is not None:  # prepare() always sets it
+            self.reports.append(OpReport(planned.module, op.selection, _nbytes(op), planned.notes))
 
     def _module(self, planned: PlannedOp) -> nn.Module:
         try:
-            return self.model.get_submodule(planned.module)
+            found: nn.Module = self.model.get_submodule(planned.module)
+            return found
         except AttributeError as error:
-            found = f"the {type(self.model).__name__} of config.json has no such module"
-            raise FormatError(f"weights of {planned.module}", found, "check model_type and num_hidden_layers in config.json") from error
+            reason = f"the {type(self.model).__name__} of config.json has no such module"
+            raise FormatError(f"weights of {planned.module}", reason, "check model_type and num_hidden_layers in config.json") from error
 
     def _check_shape(self, planned: PlannedOp, old: nn.Module) -> None:
         spec: Any = planned.spec
@@ -157,7 +159,8 @@ class _Filler:
             shape = (spec.n, spec.k) if spec.op == "linear" else (spec.rows, spec.dim)
         if wanted is None or tuple(wanted.shape) != shape:
             expected = None if wanted is None else list(wanted.shape)
-            raise FormatError(f"weights of {planned.module}", f"shape {list(shape)}, the model expects {expected}", "check the dimensions in config.json")
+            found = f"shape {list(shape)}, the model expects {expected}"
+            raise FormatError(f"weights of {planned.module}", found, "check the dimensions in config.json")
 
     def _weights(self, planned: PlannedOp) -> LinearWeights | MoEWeights:
         if planned.spec.op != "moe":
@@ -201,7 +204,7 @@ class _Filler:
         left = [name for name in self.checkpoint.entries if name not in self.used]
         if left:
             shown = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
-            raise FormatError("checkpoint", f"holds parameters that the model does not use: {shown}", "check model_type and layer counts in config.json")
+            raise FormatError("checkpoint", f"the model does not use these of its parameters: {shown}", "check model_type and layer counts")
 
     def _shared(self, parameter: nn.Parameter, other: nn.Parameter | None) -> nn.Parameter:
         if other is None or not torch.equal(parameter, other):
@@ -220,7 +223,8 @@ class _Filler:
             raise FormatError(f"parameter {name}", "missing from the checkpoint", "complete the checkpoint, or check config.json")
         found = self.checkpoint.entries[name].shape
         if tuple(found) != shape:
-            raise FormatError(f"parameter {name}", f"shape {list(found)}, the model expects {list(shape)}", "check the dimensions in config.json")
+            reason = f"shape {list(found)}, the model expects {list(shape)}"
+            raise FormatError(f"parameter {name}", reason, "check the dimensions in config.json")
         return self._load(name, self.dtype)
 
     def _experts_source(self, name: str, parameter: nn.Parameter) -> Tensor | None:

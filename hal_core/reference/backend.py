@@ -19,7 +19,12 @@ class ReferenceBackend:
     """Plain torch on whatever device the tensors live on."""
 
     manifest = BackendManifest(
-        name="reference", distribution="hal-core", contract=CONTRACT, torch=">=2.11", ops=("linear", "moe", "embedding"), install="pip install hal-core"
+        name="reference",
+        distribution="hal-core",
+        contract=CONTRACT,
+        torch=">=2.11",
+        ops=("linear", "moe", "embedding"),
+        install="pip install hal-core",
     )
 
     def devices(self, machine: Machine) -> tuple[Device, ...]:

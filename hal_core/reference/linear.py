@@ -50,22 +50,25 @@ class ReferenceLinearOp(QuantLinear):
         super().__init__()
         check_weight("linear", weights.weight, (spec.n, spec.k), spec.weights)
         if (weights.bias is not None) != spec.bias or (spec.bias and tuple(weights.bias.shape) != (spec.n,)):
-            raise ShapeError("linear bias", f"{None if weights.bias is None else list(weights.bias.shape)}", f"the spec says bias={spec.bias}, n={spec.n}")
+            found = "none" if weights.bias is None else str(list(weights.bias.shape))
+            raise ShapeError("linear bias", found, f"the spec says bias={spec.bias}, n={spec.n}")
         self.spec = spec
         self.weight = CanonicalWeight(weights.weight)
         self.register_buffer("bias", weights.bias)
 
     def compute(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         y = self.weight.multiply(_checked(x, self.spec.k, "linear"))
-        if self.bias is not None:
-            y += self.bias.float()
+        bias = self._buffers["bias"]
+        if bias is not None:
+            y += bias.float()
         dtype = torch_dtype(self.spec.out_dtype) if self.spec.out_dtype else x.dtype
         return _deliver(y.to(dtype).reshape(*x.shape[:-1], self.spec.n), out, "linear")
 
     def update(self, weights: LinearWeights) -> None:
         self.weight.update(weights.weight)
-        if self.bias is not None:
-            self.bias.copy_(weights.bias)
+        bias = self._buffers["bias"]
+        if bias is not None:
+            bias.copy_(weights.bias)
 
 
 class ReferenceLinear(LinearKernel):
@@ -135,5 +138,3 @@ class ReferenceEmbedding(EmbeddingKernel):
 
     def prepare(self, spec: EmbeddingSpec, weights: LinearWeights) -> ReferenceEmbeddingOp:
         return ReferenceEmbeddingOp(spec, weights)
-
-

@@ -36,12 +36,17 @@ def check_moe_weights(spec: MoESpec, weights: MoEWeights) -> None:
     check_weight("up", weights.up, wide, spec.up)
     check_weight("down", weights.down, tall, spec.down)
     for name, bias, size in (
-        ("gate_bias", weights.gate_bias, spec.intermediate), ("up_bias", weights.up_bias, spec.intermediate), ("down_bias", weights.down_bias, spec.hidden),
+        ("gate_bias", weights.gate_bias, spec.intermediate), ("up_bias", weights.up_bias, spec.intermediate),
+        ("down_bias", weights.down_bias, spec.hidden),
     ):  # fmt: skip
         wanted = spec.bias and not (name == "gate_bias" and spec.gate is None)
         if (bias is not None) != wanted or (bias is not None and tuple(bias.shape) != (spec.local, size)):
             found = "none" if bias is None else str(list(bias.shape))
             raise ShapeError(f"experts {name}", found, f"the spec says bias={spec.bias}, so {[spec.local, size] if wanted else 'none'}")
+
+
+def _valid_map(spec: MoESpec, expert_map: Tensor) -> bool:
+    return tuple(expert_map.shape) == (spec.num_experts,) and -1 <= int(expert_map.min()) <= int(expert_map.max()) < spec.local
 
 
 def check_routed(spec: MoESpec, x: Tensor, routing: object, expert_map: Tensor | None) -> Routed:
@@ -56,14 +61,16 @@ def check_routed(spec: MoESpec, x: Tensor, routing: object, expert_map: Tensor |
         found = f"x {list(x.shape)}, topk_ids {list(ids.shape)}, topk_weights {list(weights.shape)}"
         raise ShapeError("experts input", found, f"give x [T, {spec.hidden}], ids and weights [T, k]")
     if (expert_map is not None) != spec.expert_map:
-        raise ShapeError("experts expert_map", "given" if expert_map is not None else "missing", f"the spec says expert_map={spec.expert_map}")
+        found = "given" if expert_map is not None else "missing"
+        raise ShapeError("experts expert_map", found, f"the spec says expert_map={spec.expert_map}")
     wrong = (ids < -1) | (ids >= spec.num_experts)
     if bool(wrong.any()):
         token, slot = (int(i) for i in wrong.nonzero()[0])
-        raise ShapeError("topk id", f"{int(ids[token, slot])} at token {token}, slot {slot}", f"ids run from 0 to {spec.num_experts - 1}, -1 skips")
-    if expert_map is not None:
-        if tuple(expert_map.shape) != (spec.num_experts,) or (expert_map.numel() and not -1 <= int(expert_map.min()) <= int(expert_map.max()) < spec.local):
-            raise ShapeError("expert_map", f"shape {list(expert_map.shape)}", f"give [{spec.num_experts}] local ids from -1 to {spec.local - 1}")
+        found = f"{int(ids[token, slot])} at token {token}, slot {slot}"
+        raise ShapeError("topk id", found, f"ids run from 0 to {spec.num_experts - 1}, -1 skips")
+    if expert_map is not None and not _valid_map(spec, expert_map):
+        found = f"shape {list(expert_map.shape)}, ids {expert_map.flatten()[:8].tolist()}.."
+        raise ShapeError("expert_map", found, f"give [{spec.num_experts}] local ids from -1 to {spec.local - 1}")
     return routing
 
 
@@ -106,7 +113,8 @@ class ReferenceMoEOp(MoEExperts):
         if expert_map is not None:
             ids = torch.where(ids < 0, ids, expert_map.long()[ids.clamp(min=0)])
         elif self.spec.local != self.spec.num_experts:
-            raise ShapeError("experts", f"{self.spec.local} of {self.spec.num_experts} experts without an expert_map", "give the map of local ids")
+            found = f"{self.spec.local} of {self.spec.num_experts} experts without an expert_map"
+            raise ShapeError("experts", found, "give the map of local ids")
         slots = x.new_zeros(*ids.shape, self.spec.hidden)
         for expert in torch.unique(ids[ids >= 0]).tolist():
             token, slot = torch.where(ids == expert)

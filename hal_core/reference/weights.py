@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from hal_core.canonical import QuantizedTensor
 from hal_core.errors import ShapeError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
-
-    from hal_core.canonical import QuantizedTensor
 
 __all__ = ["CanonicalWeight"]
 
@@ -28,14 +26,14 @@ class CanonicalWeight(nn.Module):
 
     def __init__(self, weight: QuantizedTensor) -> None:
         super().__init__()
-        self._meta = replace(weight)
+        self.scheme, self.shape = weight.scheme, weight.shape
         for name, tensor in weight.tensors().items():
             self.register_buffer(name, tensor.detach())
 
     def _apply(self, fn: object, recurse: bool = True) -> CanonicalWeight:
         # Module.to(dtype) must move but never recast what the checkpoint stored: scales would be rounded silently.
         kept = dict(self._buffers)
-        super()._apply(fn, recurse)  # type: ignore[arg-type, no-untyped-call]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, before in kept.items():
             after = self._buffers[name]
             if before is not None and after is not None and after.dtype != before.dtype:
@@ -43,13 +41,14 @@ class CanonicalWeight(nn.Module):
         return self
 
     def tensor(self) -> QuantizedTensor:
-        return replace(self._meta, **{name: buffer for name, buffer in self._buffers.items()})
+        held = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        return QuantizedTensor(self.scheme, self.shape, **held)
 
     def update(self, weight: QuantizedTensor) -> None:
         """Copy another weight of the same scheme and shape into the same storage."""
-        if (weight.scheme, weight.shape) != (self._meta.scheme, self._meta.shape):
+        if (weight.scheme, weight.shape) != (self.scheme, self.shape):
             raise ShapeError(
-                "update of a prepared weight", f"{weight.scheme} {list(weight.shape)}, prepared {self._meta.scheme} {list(self._meta.shape)}",
+                "update of a prepared weight", f"{weight.scheme} {list(weight.shape)}, prepared {self.scheme} {list(self.shape)}",
                 "prepare a new op for another scheme or shape",
             )  # fmt: skip
         for name, tensor in weight.tensors().items():
@@ -67,7 +66,7 @@ class CanonicalWeight(nn.Module):
 
     def multiply(self, x: Tensor) -> Tensor:
         """``x [M, K] float32`` times the dequantized weight transposed: ``[M, N] float32``."""
-        out = torch.empty(x.shape[0], self._meta.shape[-2], dtype=torch.float32, device=x.device)
+        out = torch.empty(x.shape[0], self.shape[-2], dtype=torch.float32, device=x.device)
         for rows, weight in self.blocks():
             out[:, rows] = x @ weight.T
         return out

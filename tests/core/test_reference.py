@@ -127,7 +127,9 @@ def test_embedding_rows_and_tied_head_share_weights(scheme: str) -> None:
             op.lookup(torch.tensor([0, bad]))
 
 
-def moe_truth(spec: MoESpec, mats: dict, biases: dict, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, expert_map: list[int] | None):
+def moe_truth(
+    spec: MoESpec, mats: dict, biases: dict, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, expert_map: list[int] | None
+):
     out = torch.zeros(*ids.shape, spec.hidden, dtype=torch.float64)
     for t in range(ids.shape[0]):
         for s in range(ids.shape[1]):

@@ -22,7 +22,16 @@ kernels = pytest.importorskip("hal_backend_cpu.kernels", reason="the hal-backend
 
 LEVELS = {"avx512": (kernels.LinearAVX512(), kernels.EmbeddingAVX512(), kernels.MoEAVX512()),
           "avx2": (kernels.LinearAVX2(), kernels.EmbeddingAVX2(), kernels.MoEAVX2())}  # fmt: skip
-SCHEMES = ["int4:g32", "int4:g128:zero", "int4:g32:min", "int4:channel:zero", "int4:tensor", "int8:g64", "int8:channel:zero", "int8:g32:min"]
+SCHEMES = [
+    "int4:g32",
+    "int4:g128:zero",
+    "int4:g32:min",
+    "int4:channel:zero",
+    "int4:tensor",
+    "int8:g64",
+    "int8:channel:zero",
+    "int8:g32:min",
+]
 BOUND = {"fp32": 2e-5, "bf16": 4e-3, "fp16": 1e-3}
 
 
@@ -146,7 +155,11 @@ MOE_CASES = [
 def test_moe_within_its_bound(level: str, case: int, act_order: bool) -> None:
     activation, schemes, more = MOE_CASES[case]
     e, h, i, k = 6, 64, 96, 3
-    mats = {r: random_weight(s, (e,), *((i, h) if r != "down" else (h, i)), act_order=act_order) for r, s in zip(("gate", "up", "down"), schemes, strict=True) if s}
+    mats = {
+        r: random_weight(s, (e,), *((i, h) if r != "down" else (h, i)), act_order=act_order)
+        for r, s in zip(("gate", "up", "down"), schemes, strict=True)
+        if s
+    }
     biases = {f"{r}_bias": torch.randn(e, h if r == "down" else i) for r in mats} if more.get("bias") else {}
     scheme = {r: m.scheme for r, m in mats.items()}
     for dtype in ("fp32", "bf16"):
@@ -180,7 +193,7 @@ def test_moe_with_expert_map_and_out() -> None:
         op.apply(x, Routed(ids, w), expert_map=mapping)
     ids[4, 1] = 6
     mapping[1] = 2
-    with pytest.raises(ShapeError, match="token 4.*slot 1"):
+    with pytest.raises(ShapeError, match=r"token 4.*slot 1"):
         op.apply(x, Routed(ids, w), expert_map=mapping)
 
 
@@ -210,7 +223,7 @@ def test_ops_compile_without_a_graph_break(make: str) -> None:
     x = inputs(4, 64, "fp32")
     if make == "linear":
         op = kernel("avx2", 0).prepare(LinearSpec(96, 64, s, dtype="fp32"), LinearWeights(weight["up"].expert(0)))
-        call = lambda v: op.apply(v)  # noqa: E731
+        call = op.apply
     else:
         moe = kernel("avx2", 2).prepare(MoESpec(3, 2, 64, 96, s, s, s, dtype="fp32"), MoEWeights(**weight))
         ids, w = torch.randint(0, 3, (4, 2), dtype=torch.int32), torch.rand(4, 2)
