@@ -86,7 +86,7 @@ def row(name: str, *kernels: str, status: str = "ready", refusals: tuple[Any, ..
     return BackendRow(name, f"hal-backend-{name}", "1.0", status, refusals, None, kernels)
 
 
-def manifest(name: str, **changes: Any) -> dict[str, Any]:
+def manifest(name: str, /, **changes: Any) -> dict[str, Any]:
     """The data of a hal_backend.json."""
     data = {
         "name": name, "distribution": f"hal-backend-{name}", "contract": CONTRACT, "torch": ">=2.11", "platforms": ["any"], "isa": [],

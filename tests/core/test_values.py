@@ -98,8 +98,11 @@ def test_probes_round_trip(machine, rows, hints):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "int4:", "int4:g", "int4:g0", "int4:g-1", "int4:g+1", "int4:g1_0", "int4:g 32", "int4:g32:g64", "int4:zero:g32", "int9:g32",
-             "int4:b128", "int4:b0x1", "int4:act_order", "int4:token", "bf16:g128", "fp32:zero", "int4:g99999999999", "int4:g٣", "INT4:g32"],
+    "text",
+    [
+        "", "int4:", "int4:g", "int4:g0", "int4:g-1", "int4:g+1", "int4:g1_0", "int4:g 32", "int4:g32:g64", "int4:zero:g32", "int9:g32",
+        "int4:b128", "int4:b0x1", "int4:act_order", "int4:token", "bf16:g128", "fp32:zero", "int4:g99999999999", "int4:g٣", "INT4:g32",
+    ],
 )  # fmt: skip
 def test_scheme_texts_that_mean_nothing(text):
     with pytest.raises(ValueDecodeError):

@@ -1,0 +1,47 @@
+"""What is here, what is wrong with it, and what could be installed for what was seen."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from core.fakes import MACHINE, row
+
+import hal_core as hal
+from hal_core.machine import Denied, Device
+from hal_core.probe import Probe, probe_from
+from hal_core.refusal import Refusal
+
+BROKEN = Refusal("backend.torch", "torch==2.8.*", "torch 2.13.0", 'pip install "torch==2.8.*"')
+
+
+def test_text_shows_machine_backends_reasons_and_hints():
+    machine = replace(
+        MACHINE,
+        devices=(*MACHINE.devices, Device("rocm", "amd", "gfx942", "MI300X", 304)),
+        denied=(Denied("amx_tile", "not permitted", "ask the administrator"),),
+    )
+    rows = (row("cpu", "cpu.int4", "cpu.experts"), row("ipex", status="refused", refusals=(BROKEN,)), row("reference", "reference.linear"))
+    probe = probe_from(machine, rows)
+    text = str(probe)
+    for shown in ("Test CPU", "isa: avx2 fma f16c", "torch 2.13.0+cpu", "amx_tile: not permitted; ask the administrator", "int4, experts",
+                  "ipex", "refused", str(BROKEN), "MI300X seen, and no rocm backend is installed: pip install hal-backend-rocm"):  # fmt: skip
+        assert shown in text
+    assert max(map(len, text.splitlines())) < 200
+    assert Probe.from_json(probe.dumps()) == probe
+    assert json.loads(probe.dumps())["backends"][1]["refusals"][0]["code"] == "backend.torch"
+
+
+def test_a_cpu_without_its_backend_is_a_hint():
+    assert probe_from(MACHINE, (row("reference"),)).hints == (
+        "Test CPU seen, and no cpu backend is installed: pip install hal-backend-cpu",
+    )
+    assert probe_from(MACHINE, (row("cpu", status="failed", refusals=(BROKEN,)),)).hints == ()
+
+
+def test_the_function_of_the_package():
+    probe = hal.probe()
+    assert probe.machine == hal.Machine.detect()
+    assert probe.backends == hal.backends()
+    assert Probe.from_json(probe.dumps()) == probe
+    assert "reference" in str(probe)
