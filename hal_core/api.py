@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -109,17 +110,21 @@ def load(
     dtype: torch.dtype | str | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Any:
-    """A ``transformers`` model of a quantized checkpoint; see :func:`hal_core.integrations.transformers.load`."""
+    """A ``transformers`` model of a quantized checkpoint (path, hub id or opened); see :func:`hal_core.integrations.transformers.load`."""
+    from hal_core.hub import resolve_checkpoint
     from hal_core.integrations.transformers import load as load_model
 
+    if isinstance(path, (str, os.PathLike)):
+        path = resolve_checkpoint(path)
     return load_model(path, policy=policy, numerics=numerics, dtype=dtype, progress=progress)
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """An opened checkpoint (folder or single file): names and schemes now, tensors on demand."""
+    """An opened checkpoint (folder, single file or hub id): names and schemes now, tensors on demand."""
     from hal_core.formats import open_checkpoint as open_format
+    from hal_core.hub import resolve_checkpoint
 
-    return open_format(path)
+    return open_format(resolve_checkpoint(path))
 
 
 def _tell(selection: Selection) -> None:
