@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import re
 import subprocess
+import sys
+import tarfile
 from importlib import metadata
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+
+HAL = pathlib.Path(sys.executable).with_name("hal")
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +46,30 @@ def test_every_make_command_of_the_readme_exists(readme, targets):
 def test_every_target_says_what_it_does(repository, targets):
     shown = subprocess.run(["make", "-s", "help"], cwd=repository, check=True, capture_output=True, text=True).stdout
     assert {line.split()[1] for line in shown.splitlines()} == targets
+
+
+def test_python_of_the_readme_runs(repository, readme, tmp_path):
+    pytest.importorskip("hal_core")
+    pytest.importorskip("hal_backend_cpu")
+    with tarfile.open(repository / "tests" / "golden" / "ar_sym_int4_g32_moe.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    (code,) = re.findall(r"^```python\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
+    assert "path/to/checkpoint" in code
+    script = code.replace("path/to/checkpoint", str(tmp_path / "ar_sym_int4_g32_moe"))
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "moe" in done.stdout
+    assert "linear 4096x4096 int4:g128" in done.stdout
+
+
+def test_every_hal_command_of_the_readme_exists(readme):
+    if not HAL.exists():
+        pytest.skip("the hal command is not installed beside this Python")
+    named = {match for line in commands(readme) for match in re.findall(r"^hal ([a-z]+)", line)}
+    assert named >= {"probe", "explain", "run"}
+    for name in sorted(named):
+        done = subprocess.run([HAL, name, "--help"], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"hal {name} --help: {done.stderr}"
 
 
 PAGES = ["README.md", "docs/licences.md", *(f"backend_{name}/README.md" for name in ("cuda", "xpu", "rocm"))]
