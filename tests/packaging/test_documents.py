@@ -14,7 +14,6 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-
 HAL = pathlib.Path(sys.executable).with_name("hal")
 
 
