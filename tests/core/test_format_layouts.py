@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from checkpoints import random_weight
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,25 +13,6 @@ from hal_core.errors import FormatError
 from hal_core.formats.gptq_tensors import add_one, subtract_one
 from hal_core.layouts import LAYOUTS, layout
 from hal_core.schemes import Granularity, WeightScheme, ZeroKind
-
-
-def random_weight(scheme: WeightScheme, n: int, k: int, seed: int, scale_dtype=torch.float16) -> QuantizedTensor:
-    """Every field uniformly random, signs of scales included."""
-    draw = torch.Generator().manual_seed(seed)
-    bits, signed = scheme.bits, scheme.zero is ZeroKind.NONE
-    codes = torch.randint(0, 1 << bits, (n, k), generator=draw)
-    if bits == 4:
-        values = pack_nibbles(codes)
-    else:
-        values = (codes - (1 << (bits - 1))).to(torch.int8) if signed else codes.to(torch.uint8)
-    size = scheme.granularity.group
-    grid = {"tensor": (1, 1), "channel": (n, 1)}.get(scheme.granularity.kind.value) or (n, -(-k // size))
-    return QuantizedTensor(
-        scheme, (n, k), values, torch.randn(grid, generator=draw).to(scale_dtype),
-        zeros=torch.randint(0, 1 << bits, grid, generator=draw, dtype=torch.uint8) if scheme.zero is ZeroKind.INTEGER else None,
-        mins=torch.randn(grid, generator=draw).to(scale_dtype) if scheme.zero is ZeroKind.MINIMUM else None,
-        g_idx=(torch.randperm(k, generator=draw) // size).to(torch.int32) if scheme.act_order else None,
-    )  # fmt: skip
 
 
 @st.composite
