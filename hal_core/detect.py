@@ -20,7 +20,13 @@ _X86 = (
     "avx512_fp16", "avx512_vbmi", "amx_tile", "amx_int8", "amx_bf16", "amx_fp16",
 )  # fmt: skip
 _ARM = ("asimd", "asimddp", "i8mm", "bf16", "sve", "sve2")
-_ABOVE = {"avx2": ("avx512", "amx", "avx_vnni"), "avx512": ("amx",)}
+#: Prefixes of the features that a level of HAL_CPU_ISA takes away; ``avx512`` means F, BW, VL and DQ alone.
+_BEYOND_AVX512 = ("avx512_", "avx_vnni", "amx")
+_ABOVE = {
+    "avx2": ("avx512", "avx_vnni", "amx"),
+    "avx512": _BEYOND_AVX512,
+    "avx512bf16": tuple(name for name in _X86 if name.startswith(_BEYOND_AVX512) and name != "avx512_bf16"),
+}
 _VENDORS = {"GenuineIntel": "intel", "AuthenticAMD": "amd", "HygonGenuine": "hygon"}
 
 # From the kernel's arch/x86/include/uapi/asm/prctl.h; the tile data state is bit 18 of XCR0.

@@ -180,6 +180,10 @@ class Kernel(ABC, Generic[S]):
             *(reason for limit in self.limits for reason in limit.refusals(spec)),
         )
 
+    def rank(self, spec: S, machine: Machine) -> int:
+        """``priority``, unless the kernel knows that it is faster or slower on this machine. Pure, like ``refusals``."""
+        return self.priority
+
     @abstractmethod
     def prepare(self, spec: S, weights: Any) -> nn.Module:
         """Pack canonical weights into this kernel's layout and return the op."""
@@ -202,7 +206,7 @@ class Kernel(ABC, Generic[S]):
             for feature in self.isa
             if feature not in machine.isa
         ]
-        architectures = sorted({d.architecture for d in machine.devices if d.kind in self.devices})
+        architectures = sorted({d.architecture for d in machine.devices if d.kind in self.devices}) if self.architectures else []
         if self.architectures and not set(architectures).intersection(self.architectures):
             asked, found = " or ".join(self.architectures), ", ".join(architectures) or "none"
             out.append(Refusal("device.arch", asked, found, "install a wheel built for it"))

@@ -125,7 +125,8 @@ def _judged(spec: Spec, machine: Machine, kernels: Sequence[RegisteredKernel], r
     for k in kernels:
         if k.kernel.op == spec.op:
             reasons = _reasons(k, spec, machine)
-            found.append(Candidate(k.name, k.backend, not reasons, priority=k.kernel.priority, refusals=reasons))
+            rank = k.kernel.priority if reasons else k.kernel.rank(spec, machine)
+            found.append(Candidate(k.name, k.backend, not reasons, priority=rank, refusals=reasons))
     serving = {candidate.backend for candidate in found}
     for row in rows:
         if not row.loaded:
@@ -191,7 +192,7 @@ def _intervals(group: Sequence[RegisteredKernel]) -> tuple[Interval, ...]:
 
 def _verdicts(judged: Sequence[Candidate], plan: _Plan, binding: Binding, policy: Policy) -> tuple[Candidate, ...]:
     """The candidates with what plan and policy add; chosen ones first, then accepted, then refused."""
-    partial = dict(plan.partial)
+    partial, names = dict(plan.partial), plan.names
     out = []
     for candidate in judged:
         extra: list[Refusal] = []
@@ -200,8 +201,11 @@ def _verdicts(judged: Sequence[Candidate], plan: _Plan, binding: Binding, policy
             extra.append(Refusal("shape.rows", "every batch size", found, "use another kernel"))
         if binding.word == "require" and not _meant(candidate, binding):
             extra.append(Refusal("policy.excluded", str(policy), candidate.kernel, f"name {candidate.kernel} in the policy, or use auto"))
-        reasons = (*candidate.refusals, *extra)
-        out.append(replace(candidate, accepted=not reasons, chosen=candidate.kernel in plan.names, refusals=reasons))
+        chosen = candidate.kernel in names
+        if extra or chosen:
+            reasons = (*candidate.refusals, *extra)
+            candidate = replace(candidate, accepted=not reasons, chosen=chosen, refusals=reasons)
+        out.append(candidate)
     return tuple(sorted(out, key=lambda c: (not c.chosen, not c.accepted, _rank(c))))
 
 

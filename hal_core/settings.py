@@ -9,7 +9,7 @@ from hal_core.errors import SettingError
 __all__ = ["CPU_ISA_LEVELS", "cpu_isa", "debug", "policy_text"]
 
 #: Values of HAL_CPU_ISA, lowest first. A level lowers what may be used; it never adds what the machine lacks.
-CPU_ISA_LEVELS = ("avx2", "avx512")
+CPU_ISA_LEVELS = ("avx2", "avx512", "avx512bf16")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 
 
@@ -26,7 +26,7 @@ def cpu_isa() -> str | None:
     """
     level = _read("HAL_CPU_ISA")
     if level is not None and level not in CPU_ISA_LEVELS:
-        raise SettingError(f"HAL_CPU_ISA={level!r}", "unknown level", f"use {' or '.join(CPU_ISA_LEVELS)}, or unset it")
+        raise SettingError(f"HAL_CPU_ISA={level!r}", "unknown level", f"use one of {', '.join(CPU_ISA_LEVELS)}, or unset it")
     return level
 
 

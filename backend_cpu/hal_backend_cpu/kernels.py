@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hal_backend_cpu.layout import LAYOUT
@@ -21,6 +22,7 @@ __all__ = ["KERNELS"]
 
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq")
+_AVX512_BF16 = (*_AVX512, "avx512_bf16")
 _FLOATS = ("fp32", "bf16", "fp16")
 _INTEGERS = SchemeSet(
     dtypes=("int4", "int8"),
@@ -29,10 +31,23 @@ _INTEGERS = SchemeSet(
     act_order=True,
     group_multiple=8,  # one 32-bit word of a column holds eight 4-bit codes, which must share a scale
 )
-#: Operands are widened to float32 exactly and summed in an order that depends on K alone.
+_INT4 = replace(_INTEGERS, dtypes=("int4",))
+#: Operands are widened to float32 exactly (the bf16 level splits them into exact bf16 parts) and summed in float32, in an
+#: order that depends on K alone.
 _EXACT = Numerics(deterministic=True, batch_invariant=True)
 #: bf16 output rounds to 8 significand bits: 2**-9 at most, about 1.7e-3 in the L2 sense; float32 output is near 1e-6.
 _BOUND = 4e-3
+
+
+#: Twice the rate of AVX-512 where the processor starts a bf16 dot product every cycle.
+_FAST_BF16 = 300
+#: Intel's cores start one every second cycle, and two float32 multiply-adds each: the plain level is faster there.
+_SLOW_BF16 = 150
+
+
+def _bf16_rank(machine: Machine) -> int:
+    intel = any(device.kind == "cpu" and device.vendor == "intel" for device in machine.devices)
+    return _SLOW_BF16 if intel else _FAST_BF16
 
 
 def _same_dtype(spec: LinearSpec | MoESpec) -> tuple[Refusal, ...]:
@@ -66,6 +81,23 @@ class LinearAVX512(LinearKernel):
         from hal_backend_cpu.ops import CpuLinear
 
         return CpuLinear(spec, weights, "avx512")
+
+
+class LinearAVX512BF16(LinearAVX512):
+    """int4 weights, exact activations in bf16 parts, AVX-512 BF16."""
+
+    name = "linear_avx512bf16"
+    isa = _AVX512_BF16
+    schemes = _INT4
+    priority = _FAST_BF16
+
+    def rank(self, spec: LinearSpec, machine: Machine) -> int:
+        return _bf16_rank(machine)
+
+    def prepare(self, spec: LinearSpec, weights: LinearWeights) -> CpuLinear:
+        from hal_backend_cpu.ops import CpuLinear
+
+        return CpuLinear(spec, weights, "avx512bf16")
 
 
 class LinearAVX2(LinearAVX512):
@@ -103,6 +135,23 @@ class EmbeddingAVX512(EmbeddingKernel):
         from hal_backend_cpu.ops import CpuEmbedding
 
         return CpuEmbedding(spec, weights, "avx512")
+
+
+class EmbeddingAVX512BF16(EmbeddingAVX512):
+    """Rows of an int4 table, and the head that is tied to it, AVX-512 BF16."""
+
+    name = "embedding_avx512bf16"
+    isa = _AVX512_BF16
+    schemes = _INT4
+    priority = _FAST_BF16
+
+    def rank(self, spec: EmbeddingSpec, machine: Machine) -> int:
+        return _bf16_rank(machine)
+
+    def prepare(self, spec: EmbeddingSpec, weights: LinearWeights) -> CpuEmbedding:
+        from hal_backend_cpu.ops import CpuEmbedding
+
+        return CpuEmbedding(spec, weights, "avx512bf16")
 
 
 class EmbeddingAVX2(EmbeddingAVX512):
@@ -149,6 +198,28 @@ class MoEAVX512(MoEKernel):
         return CpuMoE(spec, weights, "avx512")
 
 
+class MoEAVX512BF16(MoEAVX512):
+    """A block of experts, int4 or some of it int8, exact activations in bf16 parts, AVX-512 BF16."""
+
+    name = "moe_avx512bf16"
+    isa = _AVX512_BF16
+    priority = _FAST_BF16
+
+    def rank(self, spec: MoESpec, machine: Machine) -> int:
+        return _bf16_rank(machine)
+
+    def refusals(self, spec: MoESpec, machine: Machine) -> tuple[Refusal, ...]:
+        out = super().refusals(spec, machine)
+        if any(scheme.dtype == "int4" for scheme in spec.schemes):
+            return out
+        return (*out, Refusal("scheme.dtype", "experts without int4", "only int4 gains from bf16 dot products", "use cpu.moe_avx512"))
+
+    def prepare(self, spec: MoESpec, weights: MoEWeights) -> CpuMoE:
+        from hal_backend_cpu.ops import CpuMoE
+
+        return CpuMoE(spec, weights, "avx512bf16")
+
+
 class MoEAVX2(MoEAVX512):
     """A block of int4 or int8 experts, exact activations, AVX2."""
 
@@ -162,4 +233,14 @@ class MoEAVX2(MoEAVX512):
         return CpuMoE(spec, weights, "avx2")
 
 
-KERNELS = (LinearAVX512(), LinearAVX2(), EmbeddingAVX512(), EmbeddingAVX2(), MoEAVX512(), MoEAVX2())
+KERNELS = (
+    LinearAVX512BF16(),
+    LinearAVX512(),
+    LinearAVX2(),
+    EmbeddingAVX512BF16(),
+    EmbeddingAVX512(),
+    EmbeddingAVX2(),
+    MoEAVX512BF16(),
+    MoEAVX512(),
+    MoEAVX2(),
+)

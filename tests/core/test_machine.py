@@ -57,7 +57,8 @@ def test_cpu_facts_come_from_the_kernels_files(root, tiles):
     ("level", "kept", "lost"),
     [
         ("avx2", {"avx2", "fma", "f16c"}, {"avx512f", "avx512_vnni", "avx_vnni", "amx_tile", "amx_int8"}),
-        ("avx512", {"avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni"}, {"amx_tile", "amx_int8", "amx_bf16"}),
+        ("avx512", {"avx2", "avx512f", "avx512bw"}, {"avx512_vnni", "avx512_bf16", "avx_vnni", "amx_tile", "amx_int8", "amx_bf16"}),
+        ("avx512bf16", {"avx2", "avx512f", "avx512_bf16"}, {"avx512_vnni", "avx_vnni", "amx_tile", "amx_int8", "amx_bf16"}),
     ],
 )
 def test_a_level_lowers_and_says_so(root, tiles, level, kept, lost):
@@ -177,7 +178,7 @@ def test_detect_is_cached_per_level(monkeypatch):
 
 def test_a_misspelt_level_is_an_error(monkeypatch):
     monkeypatch.setenv("HAL_CPU_ISA", "AVX-2")
-    with pytest.raises(SettingError, match="HAL_CPU_ISA='AVX-2': unknown level; use avx2 or avx512"):
+    with pytest.raises(SettingError, match="HAL_CPU_ISA='AVX-2': unknown level; use one of avx2, avx512, avx512bf16"):
         Machine.detect()
 
 
@@ -206,9 +207,16 @@ def test_facts_of_another_machine():
 
 @pytest.mark.parametrize(
     "text",
-    ['{"platform": "p"}', '{"platform": "p", "devices": [{"kind": "gpu"}]}', '{"platform": 1, "devices": []}', "[]", '{"platform": "p", "devices": {}}',
-     '{"platform": "p", "devices": [], "isa": "avx2"}', '{"platform": "p", "devices": [], "marks": [{"fact": "isa", "mark": "guessed"}]}'],
-)  # fmt: skip
+    [
+        '{"platform": "p"}',
+        '{"platform": "p", "devices": [{"kind": "gpu"}]}',
+        '{"platform": 1, "devices": []}',
+        '{"platform": "p", "devices": {}}',
+        '{"platform": "p", "devices": [], "isa": "avx2"}',
+        '{"platform": "p", "devices": [], "marks": [{"fact": "isa", "mark": "guessed"}]}',
+        "[]",
+    ],
+)
 def test_facts_that_are_none(text):
     with pytest.raises(ValueDecodeError):
         Machine.from_json(text)

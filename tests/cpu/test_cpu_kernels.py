@@ -20,8 +20,11 @@ from hal_core.spec import Activation, EmbeddingSpec, LinearSpec, MoESpec
 
 kernels = pytest.importorskip("hal_backend_cpu.kernels", reason="the hal-backend-cpu wheel is not installed")
 
-LEVELS = {"avx512": (kernels.LinearAVX512(), kernels.EmbeddingAVX512(), kernels.MoEAVX512()),
-          "avx2": (kernels.LinearAVX2(), kernels.EmbeddingAVX2(), kernels.MoEAVX2())}  # fmt: skip
+LEVELS = {
+    "avx512bf16": (kernels.LinearAVX512BF16(), kernels.EmbeddingAVX512BF16(), kernels.MoEAVX512BF16()),
+    "avx512": (kernels.LinearAVX512(), kernels.EmbeddingAVX512(), kernels.MoEAVX512()),
+    "avx2": (kernels.LinearAVX2(), kernels.EmbeddingAVX2(), kernels.MoEAVX2()),
+}
 SCHEMES = [
     "int4:g32",
     "int4:g128:zero",
