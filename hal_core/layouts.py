@@ -87,7 +87,11 @@ class IntegerLayout(Layout):
         for name, size, whole in (("N", shape[0], self.whole_words_n), ("K", shape[1], self.whole_words_k)):
             if whole and size * scheme.bits % 32:
                 return f"{name}={size} codes of {scheme.bits} bits do not fill whole words"
-        if isinstance(self.packing, AWQGemvPacking) and scheme.granularity.group not in (32, 64) and (scheme.granularity.group or shape[1]) < 128:
+        if (
+            isinstance(self.packing, AWQGemvPacking)
+            and scheme.granularity.group not in (32, 64)
+            and (scheme.granularity.group or shape[1]) < 128
+        ):
             return "it has groups of 32, 64, and 128 or more"
         return ""
 

@@ -27,16 +27,37 @@ def _gptq(**fields):
 
 
 def _awq(**fields):
-    return {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm", "modules_to_not_convert": None, **fields}
+    return {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": 32,
+        "zero_point": True,
+        "version": "gemm",
+        "modules_to_not_convert": None,
+        **fields,
+    }
 
 
 def _autoround(**fields):
-    base = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True, "data_type": "int", "block_name_to_quantize": "model.layers"}
+    base = {
+        "quant_method": "auto-round",
+        "bits": 4,
+        "group_size": 32,
+        "sym": True,
+        "data_type": "int",
+        "block_name_to_quantize": "model.layers",
+    }
     return {**base, "packing_format": "auto_round:auto_gptq", **fields}
 
 
 def _ct(**weights):
-    group = {"targets": ["Linear"], "weights": {**CT_WEIGHTS, **weights}, "input_activations": None, "output_activations": None, "format": None}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**CT_WEIGHTS, **weights},
+        "input_activations": None,
+        "output_activations": None,
+        "format": None,
+    }
     return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
 
 
@@ -48,11 +69,13 @@ KINDS: dict[str, tuple[str, str, dict]] = {
     "gptq_channel": ("gptq", "int4:channel", _gptq(group_size=-1)),
     "gptq_v2": ("gptq_v2", "int8:g32:zero", _gptq(sym=False, bits=8, checkpoint_format="gptq_v2")),
     "gptq_3bit": ("gptq", "int3:g32:zero", _gptq(sym=False, bits=3)),
+    "gptq_8bit": ("gptq", "int8:g32:zero", _gptq(sym=False, bits=8)),
     "awq": ("awq:gemm", "int4:g32:zero", _awq()),
     "awq_sym": ("awq:gemm", "int4:g32", _awq(zero_point=False)),
     "awq_gemv": ("awq:gemv", "int4:g32:zero", _awq(version="gemv")),
     "autoround": ("gptq", "int4:g32", _autoround()),
     "autoround_native": ("gptq_v2", "int2:g32:zero", _autoround(bits=2, sym=False, packing_format="auto_round")),
+    "autoround_g16": ("gptq", "int4:g16", _autoround(group_size=16)),
     "autoround_awq": ("awq:gemm", "int4:g32:zero", _autoround(sym=False, packing_format="auto_round:auto_awq")),
     "ct": ("compressed-tensors:pack-quantized", "int4:g32", _ct()),
     "ct_asym": ("compressed-tensors:pack-quantized", "int4:g32:zero", _ct(symmetric=False)),
@@ -66,10 +89,8 @@ def random_weight(scheme: WeightScheme, n: int, k: int, seed: int, scale_dtype=t
     draw = torch.Generator().manual_seed(seed)
     bits, signed = scheme.bits, scheme.zero is ZeroKind.NONE
     codes = torch.randint(0, 1 << bits, (n, k), generator=draw)
-    if bits == 4:
-        values = pack_nibbles(codes)
-    else:
-        values = (codes - (1 << (bits - 1))).to(torch.int8) if signed else codes.to(torch.uint8)
+    bytewise = (codes - (1 << (bits - 1))).to(torch.int8) if signed else codes.to(torch.uint8)
+    values = pack_nibbles(codes) if bits == 4 else bytewise
     size = scheme.granularity.group
     grid = {"tensor": (1, 1), "channel": (n, 1)}.get(scheme.granularity.kind.value) or (n, -(-k // size))
     return QuantizedTensor(
@@ -84,7 +105,7 @@ def make(kind: str, linear=None) -> tuple[dict[str, torch.Tensor], dict, dict[st
     """File tensors, config.json, and the canonical weights that they hold."""
     name, text, quant = KINDS[kind]
     tensors, weights = {}, {}
-    for index, (module, shape) in enumerate((linear or LINEAR).items()):
+    for index, (module, shape) in enumerate((LINEAR if linear is None else linear).items()):
         scheme = WeightScheme.parse(text)
         if scheme.act_order and scheme.granularity.group >= shape[1]:
             scheme = WeightScheme(scheme.dtype, Granularity.groups(shape[1]), scheme.zero)
@@ -94,7 +115,12 @@ def make(kind: str, linear=None) -> tuple[dict[str, torch.Tensor], dict, dict[st
             tensors[f"{module}.g_idx"] = torch.zeros(shape[1], dtype=torch.int32)
     for seed, (plain, shape) in enumerate(PLAIN.items()):
         tensors[plain] = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
-    config = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 1, "quantization_config": json.loads(json.dumps(quant))}
+    config = {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "num_hidden_layers": 1,
+        "quantization_config": json.loads(json.dumps(quant)),
+    }
     return tensors, config, weights
 
 

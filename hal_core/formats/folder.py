@@ -55,7 +55,7 @@ class FolderCheckpoint(Checkpoint):
         for name, info in self._infos.items():
             module, _, suffix = name.rpartition(".")
             if module in modules and suffix in self._suffixes:
-                if f"{module}.weight" not in self.entries:
+                if f"{module}.weight" not in self._plans:
                     self._add_quantized(module, modules[module])
             else:
                 plain[name] = info

@@ -25,8 +25,11 @@ from hal_core.formats.gguf_header import read_gguf_header
 KINDS = list(checkpoints.KINDS)
 FORMATS = {name: [kind for kind in KINDS if kind.startswith(name)] for name in ("gptq", "awq", "autoround", "ct")}
 DTYPES = ["F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL", "F8_E4M3", "F64", "F4", "", None, 7]
-ODD = [None, True, False, 0, 1, -1, 2, 3, 4, 5, 7, 8, 16, 32, 64, 96, 128, 2**31, 2**63, 2**70, 1.5, "", "gptq", "gptq_v2", "gemv", "auto_round",
-       "group", "channel", "tensor", "int", "float", "pack-quantized", "(", "re:(", "Linear", [], {}, ["Linear"], [1], {"a": 1}, float("nan")]  # fmt: skip
+ODD = [
+    None, True, False, 0, 1, -1, 2, 3, 4, 5, 7, 8, 16, 32, 64, 96, 128, 2**31, 2**63, 2**70, 1.5, float("nan"),
+    "", "gptq", "gptq_v2", "gemv", "auto_round", "group", "channel", "tensor", "int", "float", "pack-quantized", "(", "re:(", "Linear",
+    [], {}, ["Linear"], [1], {"a": 1},
+]  # fmt: skip
 SETTINGS = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
 #: A damaged checkpoint of some 30 kB must not make the process grow by more than this.
 GROWTH_KB = 400_000
@@ -41,9 +44,7 @@ def attempt(folder: Path, tensors: dict, config: dict | None) -> str:
             got[name] = checkpoint.read(name).dequantize() if entry.quantized else checkpoint.load(name).float()
             assert tuple(got[name].shape) == entry.shape
     except HalError as error:
-        assert error.asked
-        assert error.found
-        return str(error)
+        return check_sentence(error)
     if config is not None:
         for name, value in got.items():
             if checkpoint.entries[name].quantized:
@@ -52,6 +53,13 @@ def attempt(folder: Path, tensors: dict, config: dict | None) -> str:
             else:
                 assert torch.equal(value.view(torch.int32), tensors[name].float().view(torch.int32)), name  # NaN too is kept
     return ""
+
+
+def check_sentence(error: HalError) -> str:
+    """It says what was asked and what was found."""
+    assert error.asked
+    assert error.found
+    return str(error)
 
 
 def damage_file(data: bytes, rng: random.Random) -> bytes:

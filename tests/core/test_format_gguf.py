@@ -59,9 +59,10 @@ def test_every_parameter_equals_the_packages_dequantization(tmp_path, architectu
 def gguf_name(name):
     """Published name to GGUF name and expert, written out by hand."""
     table = {
-        "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
-        "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate": "ffn_gate_inp",
+        "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_norm": "attn_q_norm",
+        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+        "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+        "mlp.gate": "ffn_gate_inp",
     }  # fmt: skip
     top = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight", "lm_head.weight": "output.weight"}
     if name in top:
@@ -122,7 +123,13 @@ def test_header_agrees_with_the_packages_reader(tmp_path):
 
 def test_llama3_rotary_factors_give_back_the_published_parameters(tmp_path):
     transformers = pytest.importorskip("transformers")
-    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
     config = transformers.LlamaConfig(rope_theta=50000.0, rope_scaling=dict(scaling), head_dim=32, hidden_size=64, num_attention_heads=4)
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

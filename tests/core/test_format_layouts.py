@@ -36,7 +36,9 @@ def test_unpack_of_pack_is_the_weight_itself(name, data):
     if data.draw(st.booleans()):
         n, k = -(-n // 32) * 32, -(-k // 32) * 32
     seed = data.draw(st.integers(0, 2**32))
-    weight = random_weight(scheme, n, k, seed, data.draw(st.sampled_from([torch.float16, torch.bfloat16])) if "gguf" not in name else torch.float16)
+    weight = random_weight(
+        scheme, n, k, seed, data.draw(st.sampled_from([torch.float16, torch.bfloat16])) if "gguf" not in name else torch.float16
+    )
     if chosen.obstacle(scheme, (n, k)):
         with pytest.raises(FormatError, match=f"layout {name}"):
             chosen.pack(weight)

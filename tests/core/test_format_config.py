@@ -1,0 +1,223 @@
+"""Which modules are quantized, and how: the configuration and the tensors together, with every tool's own matching rules."""
+
+from __future__ import annotations
+
+import checkpoints
+import pytest
+import torch
+
+from hal_core.errors import FormatError
+from hal_core.formats import open_checkpoint
+
+LAYER = "model.layers.0"
+MODULES = {
+    f"{LAYER}.self_attn.q_proj": (64, 32),
+    f"{LAYER}.mlp.gate_proj": (96, 64),
+    f"{LAYER}.mlp.up_proj": (96, 64),
+    f"{LAYER}.mlp.down_proj": (64, 96),
+}
+
+
+def opened(tmp_path, kind, config_edit=None, plain=(), other=None):
+    """A checkpoint with some modules stored plain, and others of another kind."""
+    tensors, config, _ = checkpoints.make(kind, MODULES)
+    for module in plain:
+        for name in [name for name in tensors if name.startswith(f"{module}.")]:
+            del tensors[name]
+        tensors[f"{module}.weight"] = torch.zeros(MODULES.get(module, (4, 64)), dtype=torch.bfloat16)
+    for module, chosen in (other or {}).items():
+        found = checkpoints.make(chosen, MODULES)[0]
+        tensors |= {name: tensor for name, tensor in found.items() if name.startswith(f"{module}.")}
+    if config_edit is not None:
+        config_edit(config["quantization_config"])
+    return open_checkpoint(checkpoints.write(tmp_path / "model", tensors, config))
+
+
+def scheme(checkpoint, module: str) -> str:
+    return str(checkpoint.entries[f"{LAYER}.{module}.weight"].scheme)
+
+
+@pytest.mark.parametrize("kind", ["gptq", "awq", "autoround", "ct"])
+def test_a_plain_weight_that_the_config_wants_quantized(tmp_path, kind):
+    with pytest.raises(FormatError, match=r"up_proj\.weight: a plain BF16 weight, but the config says"):
+        opened(tmp_path, kind, plain=[f"{LAYER}.mlp.up_proj"])
+
+
+LEFT_OUT = {
+    "gptq": {"dynamic": {r"-:.*\.up_proj": {}}},
+    "awq": {"modules_to_not_convert": ["up_proj"]},
+    "autoround": {"extra_config": {f"{LAYER}.mlp.up_proj": {"bits": 16}}},
+    "ct": {"ignore": ["lm_head", "re:.*up_proj$"]},
+}
+
+
+@pytest.mark.parametrize("kind", list(LEFT_OUT))
+def test_a_module_left_out_is_read_plain(tmp_path, kind):
+    checkpoint = opened(tmp_path, kind, lambda quant: quant.update(LEFT_OUT[kind]), plain=[f"{LAYER}.mlp.up_proj"])
+    assert scheme(checkpoint, "mlp.up_proj") == "bf16"
+    assert checkpoint.entries[f"{LAYER}.mlp.down_proj.weight"].quantized
+
+
+@pytest.mark.parametrize("kind", list(LEFT_OUT))
+def test_a_quantized_module_that_the_config_leaves_out(tmp_path, kind):
+    with pytest.raises(FormatError, match=r"up_proj\.\w+: the config says module .*up_proj is not quantized"):
+        opened(tmp_path, kind, lambda quant: quant.update(LEFT_OUT[kind]))
+
+
+ROUTER = {
+    "gptq": {"dynamic": {r"-:.*\.mlp\.gate": {}}},
+    "awq": {"modules_to_not_convert": ["gate"]},
+    "autoround": {"extra_config": {r".*layers\.0\.mlp\.gate.*": {"bits": 16, "data_type": "float"}}},
+    "ct": {"ignore": ["lm_head", "re:.*mlp.gate"]},
+}
+
+
+@pytest.mark.parametrize("kind", list(ROUTER))
+def test_a_routers_pattern_does_not_take_gate_proj_with_it(tmp_path, kind):
+    checkpoint = opened(tmp_path, kind, lambda quant: quant.update(ROUTER[kind]), plain=[f"{LAYER}.mlp.gate"])
+    assert checkpoint.entries[f"{LAYER}.mlp.gate_proj.weight"].quantized
+    assert scheme(checkpoint, "mlp.gate") == "bf16"
+
+
+@pytest.mark.parametrize("kind", list(ROUTER))
+def test_a_routers_pattern_over_a_plain_gate_proj_is_believed_too(tmp_path, kind):
+    checkpoint = opened(tmp_path, kind, lambda quant: quant.update(ROUTER[kind]), plain=[f"{LAYER}.mlp.gate_proj"])
+    assert scheme(checkpoint, "mlp.gate_proj") == "bf16"
+
+
+def test_gptq_dynamic_overrides_the_first_pattern_wins(tmp_path):
+    dynamic = {r"+:.*\.down_proj": {"bits": 8, "group_size": 32, "sym": False}, r".*proj": {}}
+    checkpoint = opened(
+        tmp_path,
+        "gptq_asym",
+        lambda quant: quant.update(dynamic=dynamic | {r"-:.*down_proj": {}}),
+        other={f"{LAYER}.mlp.down_proj": "gptq_8bit"},
+    )
+    assert scheme(checkpoint, "mlp.down_proj") == "int8:g32:zero"
+    assert scheme(checkpoint, "mlp.up_proj") == "int4:g32:zero"
+
+
+def test_gptq_dynamic_patterns_match_from_the_start_of_the_name(tmp_path):
+    checkpoint = opened(tmp_path, "gptq", lambda quant: quant.update(dynamic={"-:mlp": {}, "-:up_proj": {}}))
+    assert all(checkpoint.entries[f"{module}.weight"].quantized for module in MODULES)
+
+
+def test_gptq_lists_of_inner_modules(tmp_path):
+    inner = [["self_attn.q_proj"], ["mlp.gate_proj", "mlp.down_proj"]]
+    checkpoint = opened(tmp_path, "gptq", lambda quant: quant.update(modules_in_block_to_quantize=inner), plain=[f"{LAYER}.mlp.up_proj"])
+    assert scheme(checkpoint, "mlp.up_proj") == "bf16"
+
+
+def test_gptq_says_the_head_is_quantized_and_stores_it_plain(tmp_path):
+    with pytest.raises(FormatError, match=r"lm_head\.weight: a plain"):
+        opened(tmp_path, "gptq", lambda quant: quant.update(lm_head=True))
+
+
+def test_autoround_lists_the_head_as_quantized_and_stores_it_plain(tmp_path):
+    checkpoint = opened(tmp_path, "autoround", lambda quant: quant.update(extra_config={"lm_head": {"bits": 4}}))
+    assert str(checkpoint.entries["lm_head.weight"].scheme) == "bf16"
+
+
+def test_autoround_exact_names_win_over_patterns_and_earlier_patterns_over_later(tmp_path):
+    extra = {
+        r".*mlp.*": {"bits": 4},
+        r".*proj.*": {"bits": 16},
+        f"{LAYER}.self_attn.q_proj": {"group_size": 16},
+    }
+    checkpoint = opened(
+        tmp_path, "autoround", lambda quant: quant.update(extra_config=extra), other={f"{LAYER}.self_attn.q_proj": "autoround_g16"}
+    )
+    assert scheme(checkpoint, "mlp.up_proj") == "int4:g32"
+    assert scheme(checkpoint, "self_attn.q_proj") == "int4:g16"
+
+
+def test_autoround_patterns_search_anywhere_in_the_name(tmp_path):
+    checkpoint = opened(
+        tmp_path, "autoround", lambda quant: quant.update(extra_config={r"\.up_": {"bits": 16}}), plain=[f"{LAYER}.mlp.up_proj"]
+    )
+    assert scheme(checkpoint, "mlp.up_proj") == "bf16"
+
+
+def test_autoround_a_block_name_covers_what_is_below_it_and_not_its_neighbours(tmp_path):
+    checkpoint = opened(
+        tmp_path, "autoround", lambda quant: quant.update(extra_config={"layers.0.mlp.up": {"bits": 16}, "layers.0.self_attn": {"bits": 16}}),
+        plain=[f"{LAYER}.self_attn.q_proj"],
+    )  # fmt: skip
+    assert scheme(checkpoint, "self_attn.q_proj") == "bf16"
+    assert scheme(checkpoint, "mlp.up_proj") == "int4:g32"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"packing_format": "auto_round:llm_compressor"}, {"packing_format": "auto_round:exllamav9"}, {"data_type": "mx_fp"}, {"act_bits": 8}],
+)
+def test_unserved_autoround_forms(tmp_path, fields):
+    with pytest.raises(FormatError, match=next(iter(fields))):
+        opened(tmp_path, "autoround", lambda quant: quant.update(fields))
+
+
+def ct_groups(quant, **groups):
+    base = quant["config_groups"]["group_0"]
+    quant["config_groups"] = {
+        name: {**base, "targets": targets, "weights": {**base["weights"], **weights}} for name, (targets, weights) in groups.items()
+    }
+
+
+def test_ct_exact_names_win_over_patterns_and_those_over_classes(tmp_path):
+    def edit(quant):
+        ct_groups(
+            quant,
+            a=(["Linear"], {}),
+            b=(["re:.*mlp.*"], {"symmetric": False}),
+            c=([f"{LAYER}.mlp.down_proj"], {"num_bits": 8, "strategy": "channel", "group_size": None}),
+        )
+
+    other = {f"{LAYER}.mlp.down_proj": "ct_8bit_channel", f"{LAYER}.mlp.up_proj": "ct_asym", f"{LAYER}.mlp.gate_proj": "ct_asym"}
+    checkpoint = opened(tmp_path, "ct", edit, other=other)
+    assert scheme(checkpoint, "mlp.down_proj") == "int8:channel"
+    assert scheme(checkpoint, "mlp.up_proj") == "int4:g32:zero"
+    assert scheme(checkpoint, "self_attn.q_proj") == "int4:g32"
+
+
+def test_ct_modules_that_no_target_names(tmp_path):
+    with pytest.raises(FormatError, match="no target matches"):
+        opened(tmp_path, "ct", lambda quant: ct_groups(quant, a=(["re:.*mlp.*"], {})))
+
+
+def test_ct_activation_scheme_is_reported_and_not_applied(tmp_path):
+    inputs = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
+    checkpoint = opened(tmp_path, "ct", lambda quant: quant["config_groups"]["group_0"].update(input_activations=inputs))
+    assert str(checkpoint.entries[f"{LAYER}.mlp.up_proj.weight"].activations) == "int8:token"
+
+
+def test_ct_one_scale_for_a_matrix(tmp_path):
+    tensors, config, weights = checkpoints.make("ct_8bit_channel")
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["strategy"] = "tensor"
+    for module in weights:
+        tensors[f"{module}.weight_scale"] = torch.tensor([0.5], dtype=torch.bfloat16)
+    checkpoint = open_checkpoint(checkpoints.write(tmp_path, tensors, config))
+    weight = checkpoint.read("model.layers.0.mlp.up_proj.weight")
+    assert str(weight.scheme) == "int8:tensor"
+    assert torch.equal(weight.dequantize(), weights["model.layers.0.mlp.up_proj"].values.float() * 0.5)
+
+
+def test_a_group_larger_than_the_input_is_one_group(tmp_path):
+    checkpoint = opened(tmp_path, "gptq_channel", lambda quant: quant.update(group_size=2**30))
+    weight = checkpoint.read(f"{LAYER}.mlp.up_proj.weight")
+    assert str(weight.scheme) == "int4:g64"
+    assert weight.dequantize().shape == (96, 64)
+
+
+def test_a_checkpoint_without_quantization_is_all_plain(tmp_path):
+    tensors, config, _ = checkpoints.make("gptq", {})
+    tensors["model.layers.0.mlp.up_proj.weight"] = torch.ones(8, 8)
+    del config["quantization_config"]
+    checkpoint = open_checkpoint(checkpoints.write(tmp_path, tensors, config))
+    assert checkpoint.format == "safetensors"
+    assert not any(entry.quantized for entry in checkpoint.entries.values())
+
+
+def test_entries_count_every_byte_once(tmp_path):
+    checkpoint = opened(tmp_path, "ct_asym")
+    stored = sum(tensor.numel() * tensor.element_size() for tensor in checkpoints.make("ct_asym", MODULES)[0].values())
+    assert sum(entry.nbytes for entry in checkpoint.entries.values()) == stored
