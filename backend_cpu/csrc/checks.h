@@ -20,6 +20,13 @@ constexpr int64_t kMaxDim = int64_t{1} << 31;
 inline int64_t div_up(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 inline int64_t round_up(int64_t a, int64_t b) { return div_up(a, b) * b; }
 
+// How many blocks of tiles a task takes in a row: neighbours in memory follow each other at the
+// pace of the prefetcher, while enough tasks are left to even out the threads.
+inline int64_t run_length(int64_t blocks, int64_t threads) {
+  const int64_t run = blocks / (8 * threads);
+  return run < 1 ? 1 : run > 8 ? 8 : run;
+}
+
 std::string shape_text(const Tensor& t);
 const char* type_text(ScalarType type);
 

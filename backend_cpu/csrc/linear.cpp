@@ -78,14 +78,17 @@ bool run_rows(const Call& c, int64_t begin, int64_t count) {
   // Wide tasks reuse the activations; narrow problems are cut finer so that every thread works.
   int64_t step = kTilesPerCall;
   while (step > 1 && div_up(tiles, step) < 4 * threads) step /= 2;
-  const int64_t columns = div_up(tiles, step);
+  const int64_t run = run_length(div_up(tiles, step), threads) * step;
+  const int64_t columns = div_up(tiles, run);
   int64_t rows = count;
   while (rows > 64 && columns * div_up(count, rows) < 4 * threads) rows = round_up(rows / 2, 8);
   const int64_t bands = div_up(count, rows);
   run_tasks(columns * bands, count * m.n * m.k > kWorthThreads, [&](int64_t task) {
-    const int64_t tile = task / bands * step, r0 = task % bands * rows;
+    const int64_t first = task / bands * run, r0 = task % bands * rows;
+    const int64_t last = std::min(first + run, tiles);
     const Rows part{x + r0, sums ? s + r0 : nullptr, std::min(rows, count - r0), planes};
-    c.kernels.linear(m, tile, std::min(step, tiles - tile), part, out + r0, c.out_kind);
+    for (int64_t tile = first; tile < last; tile += step)
+      c.kernels.linear(m, tile, std::min(step, last - tile), part, out + r0, c.out_kind);
   });
   return true;
 }

@@ -143,12 +143,14 @@ void Turn::over_columns(int64_t n, const F& task) {
   const auto experts = static_cast<int64_t>(routing_.experts.size());
   int64_t step = kTilesPerCall;
   while (step > 1 && experts * div_up(tiles, step) < 4 * threads) step /= 2;
-  const int64_t columns = div_up(tiles, step);
+  const int64_t run = run_length(experts * div_up(tiles, step), threads) * step;
+  const int64_t columns = div_up(tiles, run);
   const bool few = experts * columns < 4 * threads;
   const std::vector<Band> bands = cut_bands(routing_.experts, few ? 64 : pairs_);
   run_tasks(static_cast<int64_t>(bands.size()) * columns, worth_, [&](int64_t i) {
-    const int64_t tile = i % columns * step;
-    task(bands[static_cast<size_t>(i / columns)], tile, std::min(step, tiles - tile));
+    const int64_t first = i % columns * run, last = std::min(first + run, tiles);
+    for (int64_t tile = first; tile < last; tile += step)
+      task(bands[static_cast<size_t>(i / columns)], tile, std::min(step, last - tile));
   });
 }
 

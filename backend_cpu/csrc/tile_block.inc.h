@@ -22,6 +22,11 @@ HAL_INLINE VF load_kind(const void* base, FloatKind kind, int64_t index) {
   }
 }
 
+// Past the end of a tile, the words wanted next are those of the block after this one.
+HAL_INLINE void prefetch_words(const int32_t* tile, int64_t word, int64_t words, int tiles) {
+  __builtin_prefetch(tile + (word < words ? word : word + (tiles - 1) * words) * kTile);
+}
+
 template <int BITS>
 constexpr int32_t code_exponent(int position) {
   return (127 + 23 - position * BITS) << 23;
@@ -101,7 +106,7 @@ static __attribute__((noinline)) void tile_block(const Matrix& m, int64_t tile,
 #pragma GCC unroll 8
         for (int c = 0; c < C; ++c) {
           word[c] = iload(code[c] + i * kTile);
-          if (R == 1) __builtin_prefetch(code[c] + (i + HAL_PREFETCH_WORDS) * kTile);
+          if (R == 1) prefetch_words(code[c], i + HAL_PREFETCH_WORDS, words, C);
         }
 #pragma GCC unroll 8
         for (int e = 0; e < kPerWord; ++e) {
