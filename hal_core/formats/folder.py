@@ -25,6 +25,8 @@ __all__ = ["FolderCheckpoint"]
 _FLOATS = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
 #: Modules that every method here quantizes unless its config says otherwise. Embeddings, norms and routers are not among them.
 _LINEAR = re.compile(r"(.*_proj|fc[12]|w[123]|query_key_value|dense_h_to_4h|dense_4h_to_h|c_attn|c_proj|c_fc)")
+#: Scales of a quantized KV cache, stored beside the weights; they are no parameters of the published checkpoint.
+_CACHE_SCALES = frozenset({"k_scale", "v_scale", "q_scale", "prob_scale"})
 _IN_BLOCKS = re.compile(r"(.*?\.)\d+\.")
 
 
@@ -57,7 +59,7 @@ class FolderCheckpoint(Checkpoint):
             if module in modules and suffix in self._suffixes:
                 if f"{module}.weight" not in self._plans:
                     self._add_quantized(module, modules[module])
-            else:
+            elif self._rules is None or suffix not in _CACHE_SCALES:
                 plain[name] = info
                 self.entries[name] = self._plain_entry(name, info)
         blocks = {match[1] for match in map(_IN_BLOCKS.match, modules) if match}

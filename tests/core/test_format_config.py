@@ -140,6 +140,7 @@ def test_autoround_patterns_search_anywhere_in_the_name(tmp_path):
 
 def test_autoround_a_block_name_covers_what_is_below_it_and_not_its_neighbours(tmp_path):
     checkpoint = opened(
+    other = {f"{LAYER}.self_attn.q_proj": "autoround_g16"}
         tmp_path, "autoround", lambda quant: quant.update(extra_config={"layers.0.mlp.up": {"bits": 16}, "layers.0.self_attn": {"bits": 16}}),
         plain=[f"{LAYER}.self_attn.q_proj"],
     )  # fmt: skip
@@ -221,3 +222,10 @@ def test_entries_count_every_byte_once(tmp_path):
     checkpoint = opened(tmp_path, "ct_asym")
     stored = sum(tensor.numel() * tensor.element_size() for tensor in checkpoints.make("ct_asym", MODULES)[0].values())
     assert sum(entry.nbytes for entry in checkpoint.entries.values()) == stored
+
+
+def test_scales_of_a_quantized_cache_are_no_parameters(tmp_path):
+    tensors, config, _ = checkpoints.make("ct")
+    tensors |= {f"{LAYER}.self_attn.k_scale": torch.ones(1), f"{LAYER}.self_attn.v_scale": torch.ones(1)}
+    checkpoint = open_checkpoint(checkpoints.write(tmp_path, tensors, config))
+    assert not any(name.endswith("_scale") for name in checkpoint.entries)
