@@ -147,10 +147,10 @@ def measure(model: Any, ids: Tensor, window: int = 512, batch: int | None = None
 def _check(ids: Tensor, window: int, vocab: int, positions: int | None) -> None:
     if window < 2:
         raise SettingError(f"window {window}", "a window needs a token to predict and one before it", "use 2 or more")
-    if positions is not None and window > positions:
-        raise SettingError(f"window {window}", f"the model has {positions} positions", "use a smaller window")
     if ids.dim() != 1 or ids.numel() < 2:
         raise SettingError("text", f"token ids of shape {list(ids.shape)}", "give a text of two tokens or more")
+    if positions is not None and min(window, ids.numel()) > positions:
+        raise SettingError(f"window {window}", f"the model has {positions} positions", "use a smaller window")
     if int(ids.min()) < 0 or int(ids.max()) >= vocab:
         found = f"token ids from {int(ids.min())} to {int(ids.max())}, the model's vocabulary has {vocab}"
         raise ShapeError("text", found, "use the tokenizer of this model")
