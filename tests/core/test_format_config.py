@@ -139,11 +139,9 @@ def test_autoround_patterns_search_anywhere_in_the_name(tmp_path):
 
 
 def test_autoround_a_block_name_covers_what_is_below_it_and_not_its_neighbours(tmp_path):
-    checkpoint = opened(
-    other = {f"{LAYER}.self_attn.q_proj": "autoround_g16"}
-        tmp_path, "autoround", lambda quant: quant.update(extra_config={"layers.0.mlp.up": {"bits": 16}, "layers.0.self_attn": {"bits": 16}}),
-        plain=[f"{LAYER}.self_attn.q_proj"],
-    )  # fmt: skip
+    extra = {"layers.0.mlp.up": {"bits": 16}, "layers.0.self_attn": {"bits": 16}}
+    plain = [f"{LAYER}.self_attn.q_proj"]
+    checkpoint = opened(tmp_path, "autoround", lambda quant: quant.update(extra_config=extra), plain=plain)
     assert scheme(checkpoint, "self_attn.q_proj") == "bf16"
     assert scheme(checkpoint, "mlp.up_proj") == "int4:g32"
 
