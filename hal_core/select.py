@@ -202,10 +202,8 @@ def _verdicts(judged: Sequence[Candidate], plan: _Plan, binding: Binding, policy
         if binding.word == "require" and not _meant(candidate, binding):
             extra.append(Refusal("policy.excluded", str(policy), candidate.kernel, f"name {candidate.kernel} in the policy, or use auto"))
         chosen = candidate.kernel in names
-        if extra or chosen:
-            reasons = (*candidate.refusals, *extra)
-            candidate = replace(candidate, accepted=not reasons, chosen=chosen, refusals=reasons)
-        out.append(candidate)
+        reasons = (*candidate.refusals, *extra)
+        out.append(replace(candidate, accepted=not reasons, chosen=chosen, refusals=reasons) if extra or chosen else candidate)
     return tuple(sorted(out, key=lambda c: (not c.chosen, not c.accepted, _rank(c))))
 
 

@@ -33,8 +33,8 @@ def test_probing_creates_no_device_context():
 
 
 def test_probing_imports_no_optional_library():
-    code = "import hal_core, sys; hal_core.probe(); print(*[n for n in ('triton', 'transformers', 'gguf', 'typer', 'rich') if n in sys.modules])"
-    assert run(code).split() == []
+    optional = ("triton", "transformers", "gguf", "typer", "rich")
+    assert run(f"import hal_core, sys; hal_core.probe(); print(*[n for n in {optional} if n in sys.modules])").split() == []
 
 
 def test_functions_are_not_shadowed_by_their_modules():

@@ -27,9 +27,17 @@ def bound(text, op, broken=frozenset()):
 
 @pytest.mark.parametrize(
     "text",
-    ["auto", "prefer:cpu", "require:cuda.marlin", "require:moe=cuda.humming_*,linear=cuda.*", "prefer:cpu,cuda.marlin", "require:c[pu]*.int?",
-     "require:kv=cuda", "require:*"],
-)  # fmt: skip
+    [
+        "auto",
+        "prefer:cpu",
+        "require:cuda.marlin",
+        "require:moe=cuda.humming_*,linear=cuda.*",
+        "prefer:cpu,cuda.marlin",
+        "require:c[pu]*.int?",
+        "require:kv=cuda",
+        "require:*",
+    ],
+)
 def test_text_is_its_inverse(text):
     assert str(Policy.parse(text)) == text
     assert Policy.parse(str(Policy.parse(text))) == Policy.parse(text)
@@ -153,11 +161,16 @@ def test_precedence_argument_context_environment_auto(monkeypatch):
 def test_the_context_is_left_when_it_raises_and_is_the_threads_own(monkeypatch):
     monkeypatch.delenv("HAL_POLICY", raising=False)
     seen = []
-    with pytest.raises(ZeroDivisionError), use_policy("require:cpu"):
-        thread = threading.Thread(target=lambda: seen.append(str(current_policy())))
-        thread.start()
-        thread.join()
-        raise ZeroDivisionError
+
+    def fail():
+        with use_policy("require:cpu"):
+            thread = threading.Thread(target=lambda: seen.append(str(current_policy())))
+            thread.start()
+            thread.join()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
     assert str(current_policy()) == "auto"
     assert seen == ["auto"]
 

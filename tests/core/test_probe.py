@@ -25,7 +25,8 @@ def test_text_shows_machine_backends_reasons_and_hints():
     probe = probe_from(machine, rows)
     text = str(probe)
     for shown in ("Test CPU", "isa: avx2 fma f16c", "torch 2.13.0+cpu", "amx_tile: not permitted; ask the administrator", "int4, experts",
-                  "ipex", "refused", str(BROKEN), "MI300X seen, and no rocm backend is installed: pip install hal-backend-rocm"):  # fmt: skip
+                  "ipex", "refused", str(BROKEN),
+                  "MI300X seen, and no rocm backend is installed: pip install hal-backend-rocm"):  # fmt: skip
         assert shown in text
     assert max(map(len, text.splitlines())) < 200
     assert Probe.from_json(probe.dumps()) == probe

@@ -85,6 +85,7 @@ def test_the_users_interrupt_is_not_swallowed(site):
 
 
 BODY = PLUGIN.format(manifest="@", devices=("cpu",), kernels="[kernel('fast')]")
+OTHER = "import dataclasses\nBackend.manifest = dataclasses.replace(Backend.manifest, contract=9)\n"
 NONSENSE = {
     "not_an_object": ("backend = 3", "has no method devices()"),
     "a_class": (BODY.replace("backend = Backend()", "backend = Backend"), "names the class Backend"),
@@ -94,10 +95,9 @@ NONSENSE = {
     "kernel_string": (BODY.replace("[kernel('fast')]", "['fast']"), "is a str, not a LinearKernel"),
     "kernel_bare": (BODY.replace("kernel('fast')", "kernel('fast', without=('isa',))"), "kernel fast: isa is not answered"),
     "kernel_twice": (BODY.replace("[kernel('fast')]", "[kernel('fast'), kernel('fast')]"), "registered 2 times"),
-    "devices_raise": (BODY.replace("return tuple(d for", "raise OSError('no driver'); return tuple(d for"), "registering raised OSError: no driver"),
-    "other_manifest": (BODY.replace("backend = ", "import dataclasses\nBackend.manifest = dataclasses.replace(Backend.manifest, contract=9)\nbackend = "),
-                       "differs from the wheel's hal_backend.json in contract"),
-}  # fmt: skip
+    "devices_raise": (BODY.replace("return tuple(d for", "raise OSError('no driver'); (d for"), "registering raised OSError: no driver"),
+    "other_manifest": (BODY.replace("backend = ", f"{OTHER}backend = "), "differs from the wheel's hal_backend.json in contract"),
+}
 
 
 @pytest.mark.parametrize("name", NONSENSE)

@@ -138,19 +138,19 @@ def test_require_never_falls_back(policy):
 
 def test_require_of_an_unknown_name_is_an_error_for_every_kind():
     for spec in (LINEAR, MOE):
-        with pytest.raises(PolicyError, match="did you mean cpu.fast"):
+        with pytest.raises(PolicyError, match=r"did you mean cpu\.fast"):
             select(spec, policy="require:cpu.fats", kernels=(*KERNELS, reference("moe")))
 
 
 def test_a_required_moe_kernel_leaves_linears_free():
     kernels = (*KERNELS, registered("cuda.humming_moe", "moe", devices=("cuda",)), reference("moe"))
     assert select(policy="require:cuda.humming_moe", kernels=kernels).kernel == "cpu.fast"
-    with pytest.raises(NoKernelError, match="device.missing"):
+    with pytest.raises(NoKernelError, match=r"device\.missing"):
         select(MOE, policy="require:cuda.humming_moe", kernels=kernels)
 
 
 def test_a_required_backend_without_the_op_is_told_so():
-    with pytest.raises(NoKernelError, match=r"cpu: \[op.unsupported\] asked a kernel for embedding, found cpu has none"):
+    with pytest.raises(NoKernelError, match=r"cpu: \[op\.unsupported\] asked a kernel for embedding, found cpu has none"):
         select(EmbeddingSpec(64, 64, INT4), policy="require:cpu")
 
 
@@ -219,7 +219,7 @@ def test_a_kernel_for_some_batches_alone_is_refused():
     assert codes(selection)["cpu.k0"] == ["shape.rows"]
     assert "serves M = 1 to 32" in str(selection)
     assert "serves M >= 40" in str(selection)
-    with pytest.raises(NoKernelError, match="shape.rows"):
+    with pytest.raises(NoKernelError, match=r"shape\.rows"):
         select(kernels=sharing((1, 32)))
 
 
@@ -234,7 +234,7 @@ def test_layouts_are_not_shared_across_backends_or_names():
 
 
 def test_require_of_one_kernel_does_not_borrow_another_for_the_rest():
-    with pytest.raises(NoKernelError, match="shape.rows"):
+    with pytest.raises(NoKernelError, match=r"shape\.rows"):
         select(kernels=sharing((1, 32), (1, None)), policy="require:cpu.k0")
     assert len(select(kernels=sharing((1, 32), (1, None)), policy="require:cpu.k*").intervals) == 2
 
@@ -295,8 +295,10 @@ def test_two_wheels_of_one_name_are_both_candidates():
 
 def test_text_says_all():
     text = str(select(policy="prefer:cuda"))
-    for shown in ("policy:   prefer:cuda", "chosen:   cpu.fast (M >= 1)", "layout:   fake.rows", "accepted: cpu.slow (priority 10)",
-                  "refused:  cuda.marlin", "[device.missing] asked a cuda device, found devices: cpu; run on a machine with one"):  # fmt: skip
+    for shown in ("policy:   prefer:cuda",
+                  "chosen:   cpu.fast (M >= 1)", "layout:   fake.rows", "accepted: cpu.slow (priority 10)",
+                  "refused:  cuda.marlin",
+                  "[device.missing] asked a cuda device, found devices: cpu; run on a machine with one"):  # fmt: skip
         assert shown in text
 
 
