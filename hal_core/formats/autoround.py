@@ -25,7 +25,6 @@ _PACKINGS: dict[str, tuple[Packing, tuple[int, ...], bool]] = {
     "auto_round:auto_gptq": (GPTQPacking(), _BITS, True),
     "auto_round:auto_awq": (AWQPacking(), (4,), False),
 }
-_OVERRIDES = frozenset({"bits", "group_size", "sym", "data_type"})
 
 
 class AutoRoundRules:
@@ -39,14 +38,14 @@ class AutoRoundRules:
             raise config.error("act_bits", f"{config.fields['act_bits']} is not served for packing {self.packing_format}", "served: 16")
         self.base = self._rule(config)
         self._blocks = self._block_names()
-        self._exact: dict[str, tuple[Rule, bool]] = {}
+        self._named: dict[str, tuple[Rule, bool]] = {}
         self._patterns: list[tuple[re.Pattern[str], str, Rule, bool]] = []
         for key, value in config.mapping("extra_config").items():
             rule, quantized = self._override(config.sub(value, f"extra_config {key!r}"))
-            self._exact[key] = (rule, quantized)
-            # A plain name also stands for what is below it; as a pattern, `layers.1` would reach into `layers.10`.
-            pattern = rf"(^|\.){re.escape(key)}(\.|$)" if _PLAIN_NAME.fullmatch(key) else key
-            self._patterns.append((compile_pattern(pattern, config.where), key, rule, quantized))
+            if _PLAIN_NAME.fullmatch(key):
+                self._named[key] = (rule, quantized)
+            else:
+                self._patterns.append((compile_pattern(key, config.where), key, rule, quantized))
 
     def _packing_format(self) -> str:
         """Older files name a backend instead; those that are also packings mean the same."""
@@ -86,11 +85,12 @@ class AutoRoundRules:
         return self._rule(fields), True
 
     def decide(self, module: str) -> Decision:
-        if module in self._exact:
-            rule, quantized = self._exact[module]
+        key = next((part for part in _parts(module) if part in self._named), None)
+        if key is not None:
+            rule, quantized = self._named[key]
             # The exporter may list a head as quantized and still store its plain weight: there the tensors decide.
             firm = None if quantized and module.rpartition(".")[2] == "lm_head" else quantized
-            return Decision(rule, firm, f"extra_config names {module}", explicit=True)
+            return Decision(rule, firm, f"extra_config names {key}", explicit=key == module)
         for pattern, key, rule, quantized in self._patterns:
             if pattern.search(module):
                 firm = None if not quantized and _router_pattern(key, module) else quantized
@@ -98,6 +98,17 @@ class AutoRoundRules:
         if self._blocks and not any(module.startswith(block) for block in self._blocks):
             return Decision(self.base, None, "block_name_to_quantize")
         return Decision(self.base, True, f"{self.config.where}: bits {self.base.bits}")
+
+
+def _parts(module: str) -> list[str]:
+    """The name itself, then every run of its dotted components, the longest first: a block's name covers what is below it.
+
+    Looked up in a table, because the exporter lists every expert by name: thousands of patterns would be tried on each.
+    """
+    words = module.split(".")
+    if len(words) > 32:
+        return [module]  # no real name is so deep, and the runs grow with the square
+    return [".".join(words[start : start + size]) for size in range(len(words), 0, -1) for start in range(len(words) - size + 1)]
 
 
 def _router_pattern(key: str, module: str) -> bool:
