@@ -235,6 +235,6 @@ def _no_kernel(spec: Spec, policy: Policy, decision: _Decision) -> NoKernelError
     if decision.other.intervals:
         fix = f"policy auto would use {decision.other.intervals[-1].kernel}"
     else:
-        fix = "follow one of the hints above" if decision.candidates else _INSTALL
+        fix = "each reason says what would change it" if decision.candidates else _INSTALL
     meant_first = sorted(decision.candidates, key=lambda c: not _meant(c, decision.binding))
     return NoKernelError(f"{spec} under policy {policy}", [(c.kernel, c.refusals) for c in meant_first], fix)

@@ -34,7 +34,7 @@ def test_a_served_spec():
 def test_a_spec_that_nothing_serves_lists_each_candidate_with_all_its_codes_and_fixes():
     found = explain(replace(LINEAR, weights=WeightScheme.parse("nvfp4:tensor"), dtype="fp16"))
     assert not found.served
-    assert found.problem == "no kernel accepts it; follow one of the hints above"
+    assert found.problem == "no kernel accepts it; each reason says what would change it"
     assert {c.kernel: {r.code for r in c.refusals} for c in found.candidates} == {
         "cpu.fast": {"scheme.dtype", "scheme.granularity", "dtype.activation", "dtype.output"},
         "cuda.marlin": {"device.missing", "scheme.dtype", "scheme.granularity", "dtype.activation", "dtype.output"},
