@@ -8,7 +8,7 @@ import threading
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from hal_core.errors import HalWarning
+from hal_core.errors import ContractError, HalWarning
 from hal_core.explain import Explanation, explain_from
 from hal_core.machine import Machine
 from hal_core.policy import Policy, current_policy, use_policy
@@ -94,6 +94,9 @@ def prepare(spec: Spec, weights: LinearWeights | MoEWeights, policy: Policy | st
     selection = select(spec, policy=policy)
     op: Any = default_registry().kernel(selection.kernel).prepare(spec, weights)
     op.selection = selection
+    if len(selection.kernels) > 1 and not op.serves_intervals:
+        fix = "an op that shares its layout between kernels must switch by M and say serves_intervals = True"
+        raise ContractError(f"op of {selection.kernel}", f"selected together with {', '.join(selection.kernels)}, but runs one kernel", fix)
     return op  # type: ignore[no-any-return]
 
 

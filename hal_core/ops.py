@@ -53,6 +53,8 @@ class Op(nn.Module):
     """
 
     selection: Selection | None = None
+    #: Whether ``compute`` follows ``selection.intervals`` where several kernels share the layout.
+    serves_intervals = False
 
     @abstractmethod
     def update(self, weights: Any) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import hal_core as hal
 from hal_core import api
-from hal_core.errors import HalWarning, NoKernelError, PolicyError
+from hal_core.errors import ContractError, HalWarning, NoKernelError, PolicyError
 from hal_core.kernel import ShapeLimit
 from hal_core.machine import Device, Machine
 from hal_core.numerics import ActivationQuant, Numerics
@@ -366,3 +366,17 @@ def test_prepare_gives_the_op_its_selection(process, monkeypatch):
     monkeypatch.setattr(api, "default_registry", lambda: FakeRegistry((able,), ()))
     assert hal.prepare(LINEAR, hal.LinearWeights(weight=None)) is made
     assert made.selection.kernel == "cpu.fast"
+
+
+def test_an_op_that_runs_one_kernel_is_not_given_the_intervals_of_two(process, monkeypatch):
+    made = type("Op", (), {"selection": None, "serves_intervals": False})()
+    prepare = {"prepare": lambda self, spec, weights: made}
+    pair = tuple(
+        RegisteredKernel(f"cpu.{name}", "cpu", kernel(name, m_range=span, layout="shared", **prepare))
+        for name, span in (("few", (1, 32)), ("many", (33, None)))
+    )
+    monkeypatch.setattr(api, "default_registry", lambda: FakeRegistry(pair, ()))
+    with pytest.raises(ContractError, match="runs one kernel"):
+        hal.prepare(LINEAR, hal.LinearWeights(weight=None))
+    made.serves_intervals = True
+    assert hal.prepare(LINEAR, hal.LinearWeights(weight=None)).selection.kernels == ("cpu.few", "cpu.many")
