@@ -138,13 +138,15 @@ def _interleave(codes: Tensor) -> Tensor:
 def _pair_rows(qweight: Tensor) -> Tensor:
     """Words ``[K, N/8]`` to canonical nibble pairs uint8 ``[N, ceil(K/2)]`` without widening to a byte per code.
 
-    A canonical byte pairs rows 2j and 2j+1 of one column. Byte i of a word holds two columns, so the low nibbles of the
-    four bytes give one half of the eight columns and the high nibbles the other.
+    Transposed, the words of rows 2j and 2j+1 lie side by side and read as one 64-bit number: the canonical byte of a
+    column is its nibble from the low half and the same nibble from the high half.
     """
     k, words = qweight.shape
-    data = pad(qweight, (0, 0, 0, k % 2)).view(torch.uint8).view(-1, 2, words, 4)
-    even, odd = data[:, 0], data[:, 1]
-    out = torch.empty(words, 8, data.shape[0], dtype=torch.uint8)
-    out[:, _COLUMNS[0::2]] = ((even & 15) | (odd << 4)).permute(1, 2, 0)
-    out[:, _COLUMNS[1::2]] = ((even >> 4) | (odd & 0xF0)).permute(1, 2, 0)
+    turned = torch.zeros(words, k + k % 2, dtype=torch.int32)
+    turned[:, :k] = qweight.t()
+    pairs = turned.view(torch.int64)
+    out = torch.empty(words, 8, pairs.shape[1], dtype=torch.uint8)
+    for column, nibble in enumerate(_NIBBLES):
+        shift = 4 * nibble
+        out[:, column] = ((pairs >> shift) & 15) | ((pairs >> (shift + 28)) & 0xF0)
     return out.view(words * 8, -1)

@@ -22,11 +22,17 @@ def unpack_fields(words: Tensor, bits: int, count: int) -> Tensor:
         return data[..., :count].contiguous()
     if bits == 4:
         return unpack_nibbles(data[..., : (count + 1) // 2], count)
-    first = torch.arange(count) * bits
-    low = data[..., first // 8].to(torch.int16)
-    high = pad(data, (0, 1))[..., first // 8 + 1].to(torch.int16)  # a field may straddle two bytes
-    pair = low.bitwise_or(high.bitwise_left_shift(8))  # the mask below drops the copies of a sign bit
-    return pair.bitwise_right_shift(first % 8).bitwise_and((1 << bits) - 1).to(torch.uint8)
+    # Eight fields fill `bits` whole bytes; gathered into one number, each field is a shift away.
+    eights = -(-count // 8)
+    parts = pad(data, (0, max(0, eights * bits - data.shape[-1])))[..., : eights * bits].reshape(*data.shape[:-1], eights, bits)
+    wide = torch.int32 if bits < 4 else torch.int64
+    number = parts[..., 0].to(wide)
+    for byte in range(1, bits):
+        number |= parts[..., byte].to(wide) << (8 * byte)
+    fields = torch.empty(*data.shape[:-1], eights, 8, dtype=torch.uint8)
+    for index in range(8):
+        fields[..., index] = (number >> (bits * index)) & ((1 << bits) - 1)
+    return fields.flatten(-2)[..., :count].contiguous()
 
 
 def pack_fields(codes: Tensor, bits: int) -> Tensor:
