@@ -41,10 +41,11 @@ def gguf(path: Path, kind: str = "Q4_1") -> Path:
     def tokenizer(writer) -> None:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre("default")
-        writer.add_token_list(byte_tokens())
+        # the writer cannot store an empty list of merges
+        writer.add_token_list([*byte_tokens(), "ab"])
         writer.add_token_merges(["a b"])
-        writer.add_token_types([1] * 256)
+        writer.add_token_types([1] * 257)
 
-    shapes = gguf_files.tensor_shapes("llama") | {"token_embd.weight": (256, gguf_files.HIDDEN)}
+    shapes = gguf_files.tensor_shapes("llama") | {"token_embd.weight": (257, gguf_files.HIDDEN)}
     tensors = {name: (np.ones_like(value) if value.ndim == 1 else value * 0.1) for name, value in gguf_files.values(shapes).items()}
     return gguf_files.write(path, "llama", kind, tensors, extra=tokenizer)

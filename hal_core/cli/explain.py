@@ -105,7 +105,7 @@ def _explain_checkpoint(path: str, dtype: str | None, policy: str | None, numeri
         explanation: Explanation = group["explanation"]
         s = explanation.selection
         kernel = Text("none", style="red") if s is None else Text(", ".join(map(str, s.intervals)), style="green")
-        table.add_row("\n".join(group["layers"]), str(group["count"]), str(explanation.spec), kernel, s.layout if s else "-")
+        table.add_row("\n".join(group["layers"]), str(group["count"]), Text(str(explanation.spec)), kernel, s.layout if s else "-")
     out.print(table)
     if not groups:
         out.print("no quantized layers: transformers serves the whole model")

@@ -35,7 +35,7 @@ def register(app: typer.Typer) -> None:
         if as_json:
             print_json({"out": str(target), "bytes": target.stat().st_size})
         else:
-            console().print(f"wrote {target}: {'; '.join(map(str, machine.devices))}")
+            console().print(f"wrote {target}: {'; '.join(map(str, machine.devices))}", markup=False)
 
 
 def write_facts(target: Path, machine: Machine) -> None:

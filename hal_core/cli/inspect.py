@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
+from rich.text import Text
 
 from hal_core.cli.common import CHECKPOINT, JSON, console, examples, human_bytes, module_pattern, print_json
 
@@ -78,7 +79,7 @@ def _total(entries: Iterable[Entry]) -> dict[str, Any]:
 
 def _print(found: dict[str, Any]) -> None:
     out = console()
-    table = Table(title=f"{found['checkpoint']}: {found['format']}, {found['model_type']}", title_justify="left")
+    table = Table(title=Text(f"{found['checkpoint']}: {found['format']}, {found['model_type']}"), title_justify="left")
     for header in ("layers", "count", "shape", "scheme", "activations", "bytes", "bits/weight"):
         table.add_column(header, overflow="fold", justify="right" if header in ("count", "bytes", "bits/weight") else "left")
     for row in found["layers"]:

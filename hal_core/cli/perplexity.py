@@ -73,7 +73,7 @@ def register(app: typer.Typer) -> None:
         elif as_json:
             print_json(result)
         else:
-            console().print(_line(checkpoint, loss, shown))
+            console().print(_line(checkpoint, loss, shown), markup=False)
 
 
 def read_text(path: Path) -> str:
@@ -146,11 +146,11 @@ def _print_both(result: dict[str, Any], as_json: bool, loss: TextLoss, second: T
         print_json(result)
         return
     out = console()
-    out.print(_line(result["checkpoint"], loss, result))
-    out.print(_line(against, second, result["against"]))
+    out.print(_line(result["checkpoint"], loss, result), markup=False)
+    out.print(_line(against, second, result["against"]), markup=False)
     names = (result["checkpoint"], against) if against in _BASELINES else (against, result["checkpoint"])
     error = difference.nll_standard_error
     relative = f"{100 * difference.relative_perplexity:+.5f} %" + ("" if error is None else f" ± {100 * error:.5f} %")
     around = "" if error is None else f" ± {error:.2e}"
-    out.print(f"difference {names[0]} - {names[1]}: perplexity {relative}, nll {difference.nll:+.2e}{around} (paired)")
+    out.print(f"difference {names[0]} - {names[1]}: perplexity {relative}, nll {difference.nll:+.2e}{around} (paired)", markup=False)
     out.print(f"largest difference of one token's nll: {difference.largest:.2e}")

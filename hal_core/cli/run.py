@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from hal_core.cli.common import (
     CHECKPOINT,
@@ -136,7 +137,7 @@ def load_tokenizer(path: Path) -> Any:
         if path.is_file():
             return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name, local_files_only=True)
         return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # the tokenizers library raises plain Exception for a damaged file
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise FormatError(f"tokenizer of {path}", reason, "add tokenizer files, or use 'hal logits' with token ids") from error
 
@@ -199,7 +200,7 @@ def _print_summary(result: dict[str, Any]) -> None:
     for header in ("layers", "count", "kernel", "spec"):
         table.add_column(header, overflow="fold")
     for row in result["layers"]:
-        table.add_row(row["layers"], str(row["count"]), row["kernel"], row["spec"])
+        table.add_row(row["layers"], str(row["count"]), row["kernel"], Text(row["spec"]))
     out.print()
     out.print(table)
     for note in result["notes"]:
