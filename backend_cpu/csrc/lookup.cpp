@@ -70,15 +70,19 @@ void expand_row(const Matrix& m, const int32_t* perm, int64_t row, void* out, Fl
   const int32_t* column = m.codes + tile * m.words * kTile + lane;
   // A perm that names an input twice leaves another out; that one must not be stale memory.
   if (perm) std::memset(out, 0, static_cast<size_t>(m.k * (kind == kFloat32 ? 4 : 2)));
-  for (int64_t k = 0; k < m.k; ++k) {
-    const int64_t at = (tile * m.groups + k / m.group) * kTile + lane;
+  for (int64_t g = 0; g < m.groups; ++g) {
+    const int64_t at = (tile * m.groups + g) * kTile + lane;
     const float scale = read_float(m.scales, m.scale_kind, at);
-    int code = code_at(m, column, k);
-    if (m.zeros) code -= m.zeros[at];
-    float value = static_cast<float>(code) * scale;
-    if (m.mins) value = value + read_float(m.mins, m.min_kind, at);
-    // Packed column k stands for input perm[k].
-    write_float(out, kind, perm ? perm[k] : k, value);
+    const float minimum = m.mins ? read_float(m.mins, m.min_kind, at) : 0.0f;
+    const int zero = m.zeros ? m.zeros[at] : 0;
+    const int64_t end = g + 1 < m.groups ? (g + 1) * m.group : m.k;
+    for (int64_t k = g * m.group; k < end; ++k) {
+      float value = static_cast<float>(code_at(m, column, k) - zero) * scale;
+      // Only where there is one: adding 0 would lose the sign of -0.
+      if (m.mins) value = value + minimum;
+      // Packed column k stands for input perm[k].
+      write_float(out, kind, perm ? perm[k] : k, value);
+    }
   }
 }
 

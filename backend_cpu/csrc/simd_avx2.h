@@ -1,5 +1,5 @@
 // Sixteen fp32 lanes in two AVX2 registers. Included inside an anonymous namespace.
-constexpr int HAL_PREFETCH_WORDS = 16;  // cache lines ahead of the codes in use
+constexpr int kPrefetchWords = 16;  // cache lines ahead of the codes in use
 constexpr int kMaxRows = 4;  // rows of the largest block
 // Tiles beside R rows: as many sums as leave registers for the codes.
 constexpr int block_tiles(int rows) { return rows == 1 ? 2 : 1; }
