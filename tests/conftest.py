@@ -6,6 +6,7 @@ import os
 import pathlib
 
 import pytest
+from hypothesis import settings
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -16,6 +17,11 @@ KEPT = ("HAL_GOLDEN_DIR", "HAL_TEST_INSTALLED")
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 for _name in [name for name in os.environ if name.startswith("HAL_") and name not in KEPT]:
     del os.environ[_name]
+
+# CI draws the same examples every time: it judges a change, not a day's luck. Anywhere else new ones are tried.
+settings.register_profile("ci", derandomize=True, print_blob=True)
+if os.environ.get("CI"):
+    settings.load_profile("ci")
 
 
 @pytest.fixture(scope="session")

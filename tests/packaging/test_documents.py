@@ -7,7 +7,6 @@ import pathlib
 import re
 import subprocess
 import sys
-import tarfile
 from importlib import metadata
 
 import pytest
@@ -47,20 +46,6 @@ def test_every_target_says_what_it_does(repository, targets):
     assert {line.split()[1] for line in shown.splitlines()} == targets
 
 
-def test_python_of_the_readme_runs(repository, readme, tmp_path):
-    pytest.importorskip("hal_core")
-    pytest.importorskip("hal_backend_cpu")
-    with tarfile.open(repository / "tests" / "golden" / "ar_sym_int4_g32_moe.tar.xz") as archive:
-        archive.extractall(tmp_path, filter="data")
-    (code,) = re.findall(r"^```python\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
-    assert "path/to/checkpoint" in code
-    script = code.replace("path/to/checkpoint", str(tmp_path / "ar_sym_int4_g32_moe"))
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "moe" in done.stdout
-    assert "linear 4096x4096 int4:g128" in done.stdout
-
-
 def test_every_hal_command_of_the_readme_exists(readme):
     if not HAL.exists():
         pytest.skip("the hal command is not installed beside this Python")
@@ -71,12 +56,9 @@ def test_every_hal_command_of_the_readme_exists(readme):
         assert done.returncode == 0, f"hal {name} --help: {done.stderr}"
 
 
-PAGES = ["README.md", "docs/licences.md", *(f"backend_{name}/README.md" for name in ("cuda", "xpu", "rocm"))]
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_relative_links_lead_somewhere(repository, page):
-    path = repository / page
+@pytest.mark.parametrize("name", ["cuda", "xpu", "rocm"])
+def test_relative_links_of_the_backends_lead_somewhere(repository, name):
+    path = repository / f"backend_{name}" / "README.md"
     links = re.findall(r"\]\((?!\w+:)([^)#]+)", path.read_text(encoding="utf-8"))
     assert [link for link in links if not (path.parent / link).exists()] == []
 
