@@ -101,6 +101,8 @@ class CpuMoE(MoEExperts):
             found = f"{type(x).__name__} with {type(routing).__name__}"
             raise ShapeError("cpu experts", found, "give a tensor and Routed(topk_ids, topk_weights)")
         s, a = self.spec, self.spec.activation
+        if x.dim() != 2 or x.shape[1] != s.hidden:  # padding hides a wrong width from the native check
+            raise ShapeError("experts input", f"x {list(x.shape)}", f"give [T, {s.hidden}]")
         if (expert_map is not None) != s.expert_map or (expert_map is not None and tuple(expert_map.shape) != (s.num_experts,)):
             found = "missing" if expert_map is None else f"shape {list(expert_map.shape)}"
             raise ShapeError("experts expert_map", found, f"the spec says expert_map={s.expert_map} for {s.num_experts} experts")

@@ -202,6 +202,15 @@ def test_moe_with_expert_map_and_out() -> None:
         op.apply(x, Routed(ids, w), expert_map=mapping)
 
 
+def test_moe_input_of_a_width_that_only_padding_hides_is_refused() -> None:
+    weight = {r: random_weight("int4:g32", (3,), *((96, 64) if r != "down" else (64, 96))) for r in ("gate", "up", "down")}
+    s = weight["up"].scheme
+    op = kernel("avx2", 2).prepare(MoESpec(3, 2, 64, 96, s, s, s, dtype="fp32"), MoEWeights(**weight))
+    for width in (63, 65):
+        with pytest.raises(ShapeError, match="64"):
+            op.apply(torch.randn(2, width), Routed(torch.zeros(2, 2, dtype=torch.int32), torch.ones(2, 2)))
+
+
 def test_update_equals_a_fresh_prepare_and_keeps_addresses() -> None:
     first, second = (random_weight("int4:g32:zero", (), 24, 96) for _ in range(2))
     spec = LinearSpec(24, 96, first.scheme, dtype="fp32")
