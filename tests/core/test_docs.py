@@ -23,6 +23,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+
+for _name in ("transformers", "gguf", "hatchling", "hal_backend_cpu"):
+    pytest.importorskip(_name, reason=f"the pages use {_name}, which is not installed")
+
 import readable
 from golden import goldens
 
