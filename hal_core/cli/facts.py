@@ -23,7 +23,7 @@ def register(app: typer.Typer) -> None:
         out: Annotated[Path | None, typer.Option("--out", help="Write the facts to this file.", show_default="standard output")] = None,
         as_json: JSON = False,
     ) -> None:
-        """Print the facts of this machine as JSON, each marked measured, reported or datasheet; ``Machine.from_json`` reads them."""
+        """Print the facts of this machine as JSON, each marked measured, reported or datasheet."""
         from hal_core.machine import Machine
 
         machine = Machine.detect()

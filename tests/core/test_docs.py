@@ -23,14 +23,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-
-for _name in ("transformers", "gguf", "hatchling", "hal_backend_cpu"):
-    pytest.importorskip(_name, reason=f"the pages use {_name}, which is not installed")
-
 import readable
 from golden import goldens
 
 from hal_core.refusal import CODES
+
+for _name in ("transformers", "gguf", "hatchling", "hal_backend_cpu"):
+    pytest.importorskip(_name, reason=f"the pages use {_name}, which is not installed")
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RUNNER = Path(__file__).with_name("docs_runner.py")

@@ -123,6 +123,7 @@ def test_safetensors_config_and_tokenizer_are_fetched_and_pickles_are_not(hub):
 def test_open_checkpoint_and_every_command_take_a_hub_id(hub, capsys, tmp_path):
     hub(golden_files())
     assert hal_core.open_checkpoint("org/name").format == "gptq_v2"
+    assert hal_core.load("org/name", policy="require:reference").hal.format == "gptq_v2"
     out = str(tmp_path / "out.safetensors")
     for command in (["inspect"], ["explain"], ["dequantize", "--out", out], ["logits", "--ids", "1,2", "--out", out]):
         with pytest.raises(SystemExit) as stop:

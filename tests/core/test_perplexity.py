@@ -241,12 +241,11 @@ def smollm2() -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_smollm2_is_within_a_thousandth_of_transformers_run_of_the_dequantized_model():
+def test_smollm2_perplexity_is_within_a_thousandth_of_transformers_run_of_the_dequantized_model():
     from hal_core.cli.perplexity import encode_text
 
     path = smollm2()
-    ids = encode_text(path, None, TEXT.read_text(encoding="utf-8"))
-    assert ids.numel() >= 20_000
+    ids = encode_text(path, None, TEXT.read_text(encoding="utf-8"))[: 41 * 512]
     checkpoint = hal_core.open_checkpoint(path)
     # transformers' own GGUF reader needs accelerate; without it transformers computes with our dequantized weights
     build = transformers_model if importlib.util.find_spec("accelerate") else dequantized_model
