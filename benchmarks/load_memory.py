@@ -141,7 +141,8 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         size = write_checkpoint(Path(folder), options.layers, options.moe)
-        one = max(n * k for n, k in shapes(1, options.moe).values()) * (3 * MOE["experts"] if options.moe else 1)
+        # a block of experts is one module: its three matrices are read together
+        one = 3 * MOE["experts"] * MOE["hidden"] * MOE["inner"] if options.moe else DENSE["hidden"] * DENSE["inner"]
         canonical = one // 2 + 2 * one // GROUP
         result = {"checkpoint_bytes": size, **measure(Path(folder), options.policy, canonical)}
     if options.json:

@@ -18,6 +18,7 @@ from hal_core.errors import FormatError, HalError, MissingDependencyError
 from hal_core.formats import open_checkpoint
 from hal_core.formats.base import Checkpoint
 from hal_core.kernel import LinearWeights, MoEWeights
+from hal_core.memory import Trimmer
 from hal_core.ops import MoEExperts, Op, QuantEmbedding, Routed
 from hal_core.plan import PlannedOp, checkpoint_dtype, plan_checkpoint
 from hal_core.policy import current_policy
@@ -88,6 +89,7 @@ def load(
     for planned in plan_checkpoint(checkpoint, dtype_word(activation_dtype), numerics):
         filler.fill_op(planned)
     filler.fill_plain()
+    filler.trimmer.flush()
     _finish(model, checkpoint)
     model.hal = LoadReport(
         path=str(checkpoint.path), format=checkpoint.format, dtype=dtype_word(activation_dtype), numerics=numerics, policy=str(chosen),
@@ -120,6 +122,7 @@ class _Filler:
     def __init__(self, checkpoint: Checkpoint, model: Any, dtype: torch.dtype, policy: Policy, progress: Progress | None) -> None:
         self.checkpoint, self.model, self.dtype, self.policy, self.progress = checkpoint, model, dtype, policy, progress
         self.reports: list[OpReport] = []
+        self.trimmer = Trimmer()
         self.plain_bytes = 0
         self.used: set[str] = set()
         self.total = sum(entry.nbytes for entry in checkpoint.entries.values())
@@ -187,6 +190,7 @@ class _Filler:
 
     def _count(self, name: str) -> None:
         self.used.add(name)
+        self.trimmer.passed(self.checkpoint.entries[name].nbytes)
         self.done += self.checkpoint.entries[name].nbytes
         if self.progress:
             self.progress(self.done, self.total, name)
