@@ -14,7 +14,7 @@ _EVERY = 32 << 20
 
 @functools.cache
 def _malloc_trim() -> Callable[[int], int] | None:
-    """glibc's malloc_trim, or None on other C libraries, which need no such help or offer none."""
+    """The malloc_trim of glibc, or None on other C libraries, which need no such help or offer none."""
     try:
         trim = ctypes.CDLL(None).malloc_trim
     except (OSError, AttributeError):
