@@ -8,8 +8,12 @@ from enum import Enum
 from hal_core import settings
 from hal_core.errors import ValueDecodeError
 from hal_core.jsonable import JsonValue, dumps, from_json, loads, to_json
+from hal_core.processor import Processor
 
-__all__ = ["DEVICE_KINDS", "Denied", "Device", "FactMark", "Machine", "Mark", "Version"]
+__all__ = ["DEVICE_KINDS", "FACTS_VERSION", "Denied", "Device", "FactMark", "Machine", "Mark", "Version"]
+
+#: Version of the facts' form. Fields are only added; a change of meaning raises it.
+FACTS_VERSION = 1
 
 DEVICE_KINDS = ("cpu", "cuda", "xpu", "rocm")
 #: No device of this decade comes near; a larger number is a mistake or an attack.
@@ -68,10 +72,14 @@ class Version:
 
 @dataclass(frozen=True)
 class FactMark:
-    """How the fact at a dotted path is known, e.g. ``isa`` or ``devices.0.memory_bytes``; it holds for all below the path."""
+    """How the fact at a dotted path is known, e.g. ``isa`` or ``devices.0.memory_bytes``; it holds for all below the path.
+
+    source: who said so, e.g. ``CPUID leaves`` or the name of a datasheet.
+    """
 
     fact: str
     mark: Mark
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -88,16 +96,32 @@ class Machine:
     denied: tuple[Denied, ...] = ()
     versions: tuple[Version, ...] = ()
     marks: tuple[FactMark, ...] = ()
+    processor: Processor = Processor()
+    facts_version: int = FACTS_VERSION
+
+    def __post_init__(self) -> None:
+        if self.facts_version != FACTS_VERSION:
+            older = self.facts_version < FACTS_VERSION
+            fix = "write them again with 'hal facts'" if older else "pip install --upgrade hal-core"
+            raise ValueDecodeError("machine.facts_version", f"{self.facts_version}, this hal-core reads {FACTS_VERSION}", fix)
+
+    def __hash__(self) -> int:
+        # Part of the key of every cached selection: computed once, the fields never change.
+        found: int | None = self.__dict__.get("_hash")
+        if found is None:
+            found = hash((self.platform, self.devices, self.isa, self.denied, self.versions))
+            object.__setattr__(self, "_hash", found)
+        return found
 
     @classmethod
     def detect(cls) -> Machine:
-        """This machine, without creating a device context. Cached per value of ``HAL_CPU_ISA``.
+        """This machine, without creating a device context. Cached per value of ``HAL_CPU_ISA`` and of the masks that hide devices.
 
         Where AMX is present the operating system is asked for permission to use it, which lasts for the process.
         """
         from hal_core.detect import detect
 
-        return detect(settings.cpu_isa())
+        return detect(settings.cpu_isa(), settings.device_masks())
 
     @classmethod
     def from_json(cls, text: str) -> Machine:
@@ -144,6 +168,7 @@ class Machine:
     def __str__(self) -> str:
         software = ", ".join(f"{v.name} {v.version}" for v in self.versions)
         lines = [f"{self.platform} ({software})", *(f"  {device}" for device in self.devices)]
+        lines += [f"  processor: {self.processor}"] if str(self.processor) else []
         lines.append(f"  isa: {' '.join(self.isa) or 'none known'}")
         lines += [f"  not usable: {d.name}: {d.reason}; {d.fix}" for d in self.denied]
         return "\n".join(lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -18,6 +19,15 @@ from hal_core.spec import OPS
 __all__ = ["FILE_NAME", "INSTALL_HINTS", "BackendManifest", "read_manifest"]
 
 FILE_NAME = "hal_backend.json"
+#: A distribution's name as package indexes allow it, and the arguments that an install command may have: what a stranger's manifest
+#: says is printed as a command to run.
+_DISTRIBUTION = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,98}[A-Za-z0-9])?\Z")
+_INSTALL = re.compile(r"(pip|python -m pip) install( +[A-Za-z0-9._+=<>~!,\[\]/:@\"'-]+)+\Z")
+_WORD = re.compile(r"[A-Za-z0-9_.*-]{1,64}\Z")
+_MOST_ITEMS = 256
+_MOST_CHARACTERS = 300
+#: Which kind of device an architecture's name belongs to, by its beginning; the others are Intel's GPUs.
+_KINDS = (("sm_", "cuda"), ("gfx", "rocm"), ("x86_64", "cpu"), ("aarch64", "cpu"), ("arm64", "cpu"))
 #: How to get the backends of this project, by name, for hints about those that are not installed.
 INSTALL_HINTS = {name: f"pip install hal-backend-{name}" for name in ("cpu", "cuda", "rocm", "xpu")}
 
@@ -42,8 +52,9 @@ class BackendManifest:
     architectures: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.name.isidentifier() or not self.name.isascii():
-            raise ValueDecodeError("manifest.name", f"{self.name!r} is not a plain name", "use letters, digits and underscores")
+        if not self.name.isidentifier() or not self.name.isascii() or len(self.name) > 64:
+            raise ValueDecodeError("manifest.name", f"{self.name[:80]!r} is not a plain name", "use letters, digits and underscores")
+        self._check_texts()
         try:
             SpecifierSet(self.torch)
         except InvalidSpecifier as error:
@@ -51,6 +62,19 @@ class BackendManifest:
         unknown = [op for op in self.ops if op not in OPS]
         if unknown:
             raise ValueDecodeError("manifest.ops", f"{', '.join(unknown)} unknown", f"use {', '.join(OPS)}")
+
+    def _check_texts(self) -> None:
+        """What is shown to the user, and compared: short, plain, and a command only of pip."""
+        if not _DISTRIBUTION.match(self.distribution):
+            raise ValueDecodeError("manifest.distribution", f"{self.distribution[:80]!r} is not a distribution's name")
+        if not _INSTALL.match(self.install) or len(self.install) > _MOST_CHARACTERS:
+            found = f"{self.install[:80]!r} is not a pip install command"
+            raise ValueDecodeError("manifest.install", found, "use the form pip install hal-backend-cpu")
+        if abs(self.contract) > 1 << 31 or len(self.torch) > _MOST_CHARACTERS:
+            raise ValueDecodeError("manifest", "contract or torch is out of all proportion")
+        for name, words in (("platforms", self.platforms), ("isa", self.isa), ("architectures", self.architectures)):
+            if len(words) > _MOST_ITEMS or not all(map(_WORD.match, words)):
+                raise ValueDecodeError(f"manifest.{name}", "too many items, or an item that is not one plain word")
 
     @classmethod
     def parse(cls, text: str) -> BackendManifest:
@@ -82,7 +106,9 @@ class BackendManifest:
 
     def refusals(self, machine: Machine) -> tuple[Refusal, ...]:
         """Every reason why the wheel must not be imported into a process on ``machine``."""
-        return (*self._contract(), *self._torch(machine), *self._platform(machine))
+        return (
+            *self._contract(), *self._torch(machine), *self._platform(machine), *self._isa(machine), *self._architectures(machine),
+        )  # fmt: skip
 
     def _contract(self) -> tuple[Refusal, ...]:
         if self.contract == CONTRACT:
@@ -108,8 +134,36 @@ class BackendManifest:
         if "any" in self.platforms or machine.platform in self.platforms:
             return ()
         asked = " or ".join(self.platforms) or "no platform at all"
-        fix = f"uninstall {self.distribution}, or install its build for this platform"
+        fix = f"pip install --force-reinstall --no-deps {self.distribution}, or pip uninstall it if there is no build for this platform"
         return (Refusal("backend.platform", asked, machine.platform, fix),)
+
+    def _isa(self, machine: Machine) -> tuple[Refusal, ...]:
+        """Instruction sets that all of the wheel needs: without one, importing it may already be fatal."""
+        missing = [feature for feature in self.isa if feature not in machine.isa]
+        if not missing or not any(device.kind == "cpu" for device in machine.devices):
+            return ()
+        asked = f"{', '.join(self.isa)} for {self.distribution}"
+        found = "; ".join(f"{feature} {machine.why_not(feature)}" for feature in missing)
+        remedies = dict.fromkeys(d.fix for d in machine.denied if d.name in missing)
+        fix = "; ".join(remedies) or f"pip uninstall {self.distribution}: this processor cannot run it"
+        return (Refusal("backend.isa", asked, found, fix),)
+
+    def _architectures(self, machine: Machine) -> tuple[Refusal, ...]:
+        """Devices that are here and that the wheel was not built for.
+
+        Where there is no device of the kind at all, importing is safe, and selections for other machines need the kernels.
+        """
+        kinds = {_kind(architecture) for architecture in self.architectures}
+        seen = [device.architecture for device in machine.devices if device.kind in kinds]
+        if not seen or "unknown" in seen or any(architecture in self.architectures for architecture in seen):
+            return ()
+        found = ", ".join(dict.fromkeys(seen))
+        fix = f"{self.install} --upgrade, for a build with {found}; or pip uninstall {self.distribution}"
+        return (Refusal("backend.arch", f"{' or '.join(self.architectures)} for {self.distribution}", found, fix),)
+
+
+def _kind(architecture: str) -> str:
+    return next((kind for start, kind in _KINDS if architecture.startswith(start)), "xpu")
 
 
 def read_manifest(entry_point: metadata.EntryPoint) -> BackendManifest | Refusal:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 
 from hal_core.errors import SettingError
 
-__all__ = ["CPU_ISA_LEVELS", "cpu_isa", "debug", "policy_text"]
+__all__ = ["CPU_ISA_LEVELS", "DEVICE_MASKS", "cache_folder", "cpu_isa", "debug", "device_masks", "policy_text"]
+
+#: Variables of the vendors' runtimes that hide devices from a process.
+DEVICE_MASKS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
 #: Values of HAL_CPU_ISA, lowest first. A level lowers what may be used; it never adds what the machine lacks.
 CPU_ISA_LEVELS = ("avx2", "avx512", "avx512bf16")
@@ -36,6 +41,29 @@ def debug() -> bool:
     if word not in _TRUE + _FALSE:
         raise SettingError(f"HAL_DEBUG={word!r}", "not a yes or no", "use 1 or 0")
     return word in _TRUE
+
+
+def device_masks() -> tuple[str | None, ...]:
+    """The values of :data:`DEVICE_MASKS`; None where unset. An empty value counts: it hides every device."""
+    return tuple(map(os.environ.get, DEVICE_MASKS))
+
+
+def cache_folder() -> Path:
+    """``HAL_CACHE_DIR``, or the user's cache folder of this operating system; it need not exist.
+
+    Raises:
+        SettingError: ``HAL_CACHE_DIR`` is not an absolute path; a relative one would move with the working folder.
+    """
+    given = _read("HAL_CACHE_DIR")
+    if given is not None:
+        if not Path(given).is_absolute():
+            raise SettingError(f"HAL_CACHE_DIR={given!r}", "not an absolute path", "give one that starts at the root")
+        return Path(given)
+    xdg = os.environ.get("XDG_CACHE_HOME", "")
+    home = Path.home()
+    if sys.platform == "darwin":
+        return home / "Library" / "Caches" / "hal-core"
+    return (Path(xdg) if Path(xdg).is_absolute() else home / ".cache") / "hal-core"
 
 
 def _read(name: str) -> str | None:

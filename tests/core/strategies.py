@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hal_core.machine import DEVICE_KINDS, Denied, Device, FactMark, Machine, Mark, Version
 from hal_core.manifest import BackendManifest
 from hal_core.numerics import ActivationQuant, Numerics
+from hal_core.processor import Cache, NumaNode, Processor
 from hal_core.refusal import CODES, Refusal
 from hal_core.registry import BackendRow
 from hal_core.schemes import DTYPES, FLOAT_DTYPES, ActivationScheme, Granularity, GranularityKind, WeightScheme, ZeroKind
@@ -82,6 +83,15 @@ specs = st.one_of(linear_specs, embedding_specs, moe_spec(), kv_spec())
 devices = st.builds(
     Device, st.sampled_from(DEVICE_KINDS), words, words, words, st.none() | st.integers(1, 1000), st.none() | st.integers(1, 1 << 45)
 )
+counts = st.none() | st.integers(0, 1 << 16)
+processors = st.builds(
+    Processor,
+    counts,
+    counts,
+    st.lists(st.builds(NumaNode, st.integers(0, 64), st.integers(0, 256), st.none() | sizes), max_size=2).map(tuple),
+    st.lists(st.builds(Cache, st.integers(0, 4), st.sampled_from(("data", "unified")), sizes, st.integers(0, 64)), max_size=2).map(tuple),
+    st.lists(words, max_size=2).map(tuple),
+)
 machines = st.builds(
     Machine,
     words,
@@ -89,20 +99,22 @@ machines = st.builds(
     st.lists(words, max_size=3).map(tuple),
     st.lists(st.builds(Denied, words, words, words), max_size=2).map(tuple),
     st.lists(st.builds(Version, words, words), max_size=2).map(tuple),
-    st.lists(st.builds(FactMark, words, st.sampled_from(Mark)), max_size=2).map(tuple),
+    st.lists(st.builds(FactMark, words, st.sampled_from(Mark), words), max_size=2).map(tuple),
+    processors,
 )
 refusals = st.builds(Refusal, st.sampled_from(tuple(CODES)), words, words, words)
+plain = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_]{0,12}", fullmatch=True)
 manifests = st.builds(
     BackendManifest,
     name=st.from_regex(r"[a-z][a-z0-9_]{0,8}", fullmatch=True),
-    distribution=words,
+    distribution=plain.map(lambda word: word.strip("_")),
     contract=st.integers(-5, 100),
     torch=st.sampled_from(("", ">=2.11", "==2.8.*", ">=2.11,<3")),
     ops=st.lists(st.sampled_from(OPS), max_size=2).map(tuple),
-    install=words,
-    platforms=st.lists(words, max_size=2).map(tuple),
-    isa=st.lists(words, max_size=2).map(tuple),
-    architectures=st.lists(words, max_size=2).map(tuple),
+    install=plain.map(lambda word: f"pip install {word}"),
+    platforms=st.lists(plain, max_size=2).map(tuple),
+    isa=st.lists(plain, max_size=2).map(tuple),
+    architectures=st.lists(plain, max_size=2).map(tuple),
 )
 rows = st.builds(
     BackendRow, words, words, words, st.sampled_from(("ready", "no_device", "refused", "failed")),

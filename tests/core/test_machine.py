@@ -134,25 +134,6 @@ def test_tile_permission_is_asked_of_the_kernel(monkeypatch, supported, permitte
     assert call.requests == requests
 
 
-def test_gpus_are_seen_by_their_drivers_files(root, tiles):
-    put(root, "proc/driver/nvidia/gpus/0000:01:00.0/information", "Model: \t\t NVIDIA H200\nIRQ: 1\n")
-    node = "sys/class/kfd/kfd/topology/nodes"
-    put(root, f"{node}/0/properties", "cpu_cores_count 64\nsimd_count 0\ngfx_target_version 0\n")
-    put(root, f"{node}/1/properties", "simd_count 1216\nsimd_per_cu 4\ngfx_target_version 90402\n")
-    put(root, f"{node}/1/name", "aqua_vanjaram\n")
-    put(root, f"{node}/1/mem_banks/0/properties", "heap_type 1\nsize_in_bytes 206141652992\n")
-    put(root, f"{node}/2/properties", "simd_count 440\nsimd_per_cu 4\ngfx_target_version 90010\n")
-    put(root, "sys/class/drm/card0/device/vendor", "0x8086\n")
-    put(root, "sys/class/drm/card0/device/device", "0xe20b\n")
-    put(root, "sys/class/drm/card1/device/vendor", "0x8086\n")
-    put(root, "sys/class/drm/card1/device/device", "0x9a49\n")
-    _, nvidia, mi300, mi200, arc = detection.detect_from(root).devices
-    assert (nvidia.kind, nvidia.name, nvidia.architecture, nvidia.memory_bytes) == ("cuda", "NVIDIA H200", "unknown", None)
-    assert (mi300.kind, mi300.architecture, mi300.units, mi300.memory_bytes) == ("rocm", "gfx942", 304, 206141652992)
-    assert mi200.architecture == "gfx90a"
-    assert (arc.kind, arc.architecture) == ("xpu", "bmg")
-
-
 @pytest.mark.parametrize("text", ["", "no colon here", ":::\n\n", "flags", "\x00\xff"])
 def test_files_that_say_nothing_give_a_machine_without_features(tmp_path, text):
     put(tmp_path, "proc/cpuinfo", text)
