@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hal_core.codebooks import CODEBOOKS, codebook
 from hal_core.errors import ShapeError
 from hal_core.schemes import GranularityKind, WeightScheme, ZeroKind
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["QuantizedTensor", "pack_nibbles", "stack", "unpack_nibbles"]
 
 #: Tensors with a row for each row of N.
-_ROW_TENSORS = ("values", "scales", "zeros", "mins")
+_ROW_TENSORS = ("values", "scales", "zeros", "mins", "sub_scales", "sub_mins")
 _FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "mxfp8": torch.float8_e4m3fn}
 
@@ -46,6 +47,8 @@ class QuantizedTensor:
         other ints one code per byte (``int8`` when signed, ``uint8`` otherwise); fp8 tensors; or the float weight itself.
     scales: file dtype, ``[..,1,1]``, ``[..,N,1]``, ``[..,N,G]`` or ``[..,ceil(N/n),ceil(K/k)]``; may be negative.
     zeros: ``uint8 [.., N, G]``, the true zero point. mins: float ``[.., N, G]``. g_idx: ``int32 [.., K]``, group of each k.
+    With superblocks ``scales`` and ``mins`` have one column for each of them, and each group multiplies its own factors on:
+    sub_scales ``int8 [.., N, G]``, and sub_mins ``uint8 [.., N, G]`` where the zero kind is minimum.
     """
 
     scheme: WeightScheme
@@ -56,6 +59,8 @@ class QuantizedTensor:
     mins: Tensor | None = None
     g_idx: Tensor | None = None
     global_scale: Tensor | None = None
+    sub_scales: Tensor | None = None
+    sub_mins: Tensor | None = None
 
     def __post_init__(self) -> None:
         n, k = self.shape[-2:]
@@ -81,6 +86,19 @@ class QuantizedTensor:
             raise ShapeError(f"{self.scheme} tensor", f"g_idx {'given' if self.g_idx is not None else 'missing'}")
         if self.g_idx is not None:
             self._expect("g_idx", self.g_idx, (*lead, k))
+        self._check_levels()
+
+    def _check_levels(self) -> None:
+        """The integer factors of groups are there exactly with superblocks."""
+        g = self.scheme.granularity
+        for name, tensor, kind in (("sub_scales", self.sub_scales, torch.int8), ("sub_mins", self.sub_mins, torch.uint8)):
+            wanted = g.superblock is not None and (kind is torch.int8 or self.scheme.zero is ZeroKind.MINIMUM)
+            if (tensor is not None) != wanted:
+                raise ShapeError(f"{self.scheme} tensor", f"{name} {'given' if tensor is not None else 'missing'}")
+            if tensor is not None and g.group is not None:
+                self._expect(name, tensor, (*self.shape[:-1], -(-self.shape[-1] // g.group)))
+                if tensor.dtype != kind:
+                    raise ShapeError(f"{self.scheme} {name}", f"dtype {tensor.dtype}, expected {kind}")
 
     def _storage(self) -> torch.dtype:
         if self.scheme.dtype in _FP8:
@@ -98,7 +116,7 @@ class QuantizedTensor:
         n, k = self.shape[-2:]
         g = self.scheme.granularity
         if g.group is not None:
-            return n, -(-k // g.group)
+            return n, -(-k // (g.superblock or g.group))
         if g.block is not None:
             return -(-n // g.block[0]), -(-k // g.block[1])
         return (n, 1) if g.kind is GranularityKind.CHANNEL else (1, 1)
@@ -113,7 +131,7 @@ class QuantizedTensor:
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that are present, by field name."""
-        named = {name: getattr(self, name) for name in ("values", "scales", "zeros", "mins", "g_idx", "global_scale")}
+        named = {name: getattr(self, name) for name in ("values", "scales", "zeros", "mins", "g_idx", "global_scale", "sub_scales", "sub_mins")}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def _with(self, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> QuantizedTensor:
@@ -146,6 +164,8 @@ class QuantizedTensor:
     def codes(self) -> Tensor:
         """Integer codes ``[.., N, K]`` (int16, sign-extended when signed), or float values, unscaled."""
         k = self.shape[-1]
+        if self.scheme.dtype in CODEBOOKS:
+            return codebook(self.scheme.dtype, self.device)[unpack_nibbles(self.values, k).int()]
         if self.scheme.bits == 4 and self.scheme.dtype.startswith("int"):
             codes = unpack_nibbles(self.values, k)
             return ((codes ^ 8).to(torch.int16) - 8) if self.scheme.zero is ZeroKind.NONE else codes.to(torch.int16)
@@ -159,10 +179,17 @@ class QuantizedTensor:
         if self.zeros is not None:
             codes = codes - self._spread(self.zeros).to(torch.int16)
         assert self.scales is not None  # __post_init__ holds it for every quantized scheme
-        weight = codes.float().mul_(self._spread(self.scales.float()))
+        weight = codes.float().mul_(self._spread(self._levelled(self.scales, self.sub_scales)))
         if self.mins is not None:
-            weight += self._spread(self.mins.float())
+            weight += self._spread(self._levelled(self.mins, self.sub_mins))
         return weight
+
+    def _levelled(self, coarse: Tensor, fine: Tensor | None) -> Tensor:
+        """float32 scales or minima of each group; with superblocks ``coarse`` times the group's own factor."""
+        g = self.scheme.granularity
+        if fine is None or g.superblock is None or g.group is None:
+            return coarse.float()
+        return coarse.float().repeat_interleave(g.superblock // g.group, dim=-1)[..., : fine.shape[-1]].mul_(fine.float())
 
     def _spread(self, grid: Tensor) -> Tensor:
         """A scale-grid tensor at every element: ``[.., N, G]`` to something that broadcasts with ``[.., N, K]``."""
