@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hal_core.codebooks import CODEBOOKS, codebook
+from hal_core.codes import effective_scales
 from hal_core.errors import ShapeError
 from hal_core.schemes import GranularityKind, WeightScheme, ZeroKind
 
@@ -20,6 +21,8 @@ __all__ = ["QuantizedTensor", "pack_nibbles", "stack", "unpack_nibbles"]
 
 #: Tensors with a row for each row of N.
 _ROW_TENSORS = ("values", "scales", "zeros", "mins", "sub_scales", "sub_mins")
+_TENSORS = ("values", "scales", "zeros", "mins", "g_idx", "global_scale", "sub_scales", "sub_mins")
+_TENSORS = ("values", "scales", "zeros", "mins", "g_idx", "global_scale", "sub_scales", "sub_mins", "input_scale", "input_zero")
 _FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "mxfp8": torch.float8_e4m3fn}
 
@@ -45,10 +48,13 @@ class QuantizedTensor:
 
     values: 4-bit ``uint8 [.., N, ceil(K/2)]`` (even k low; two's complement when the zero kind is none, else codes 0..15);
         other ints one code per byte (``int8`` when signed, ``uint8`` otherwise); fp8 tensors; or the float weight itself.
-    scales: file dtype, ``[..,1,1]``, ``[..,N,1]``, ``[..,N,G]`` or ``[..,ceil(N/n),ceil(K/k)]``; may be negative.
+    scales: file dtype, ``[..,1,1]``, ``[..,N,1]``, ``[..,N,G]`` or ``[..,ceil(N/n),ceil(K/k)]``; may be negative. Of float
+        elements, uint8 scales are E8M0: 2 to the power of (byte - 127).
     zeros: ``uint8 [.., N, G]``, the true zero point. mins: float ``[.., N, G]``. g_idx: ``int32 [.., K]``, group of each k.
     With superblocks ``scales`` and ``mins`` have one column for each of them, and each group multiplies its own factors on:
     sub_scales ``int8 [.., N, G]``, and sub_mins ``uint8 [.., N, G]`` where the zero kind is minimum.
+    global_scale: ``[..]``, multiplies the scales (nvfp4 only); float64 where the file stores its reciprocal.
+    input_scale, input_zero: ``[..]``, of statically quantized inputs, ``x = (q - input_zero) * input_scale``.
     """
 
     scheme: WeightScheme
@@ -61,6 +67,8 @@ class QuantizedTensor:
     global_scale: Tensor | None = None
     sub_scales: Tensor | None = None
     sub_mins: Tensor | None = None
+    input_scale: Tensor | None = None
+    input_zero: Tensor | None = None
 
     def __post_init__(self) -> None:
         n, k = self.shape[-2:]
@@ -87,6 +95,16 @@ class QuantizedTensor:
         if self.g_idx is not None:
             self._expect("g_idx", self.g_idx, (*lead, k))
         self._check_levels()
+        self._check_whole()
+
+    def _check_whole(self) -> None:
+        """Numbers that each matrix has one of."""
+        for name in ("global_scale", "input_scale", "input_zero"):
+            tensor = getattr(self, name)
+            if tensor is not None:
+                self._expect(name, tensor, self.shape[:-2])
+        if self.global_scale is not None and self.scheme.dtype != "nvfp4":
+            raise ShapeError(f"{self.scheme} tensor", "global_scale given", "only nvfp4 has one")
 
     def _check_levels(self) -> None:
         """The integer factors of groups are there exactly with superblocks."""
@@ -131,7 +149,7 @@ class QuantizedTensor:
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that are present, by field name."""
-        named = {name: getattr(self, name) for name in ("values", "scales", "zeros", "mins", "g_idx", "global_scale", "sub_scales", "sub_mins")}
+        named = {name: getattr(self, name) for name in _TENSORS}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def _with(self, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> QuantizedTensor:
@@ -142,9 +160,15 @@ class QuantizedTensor:
         return self._with({name: tensor[index] for name, tensor in self.tensors().items()}, self.shape[1:])
 
     def rows(self, start: int, stop: int) -> QuantizedTensor:
-        """Rows ``start:stop`` of N as a view; not for block granularity, whose grid rows do not follow N."""
-        if self.scheme.granularity.block is not None:
-            raise ShapeError("row slice", f"{self.scheme} has a two-dimensional scale grid", "dequantize the whole matrix")
+        """Rows ``start:stop`` of N as a view; with block granularity ``start`` is the first row of a block."""
+        block = self.scheme.granularity.block
+        if block is not None and self.scales is not None:
+            if start % block[0]:
+                raise ShapeError("row slice", f"row {start} is inside a block of {block[0]}", "start where a block starts")
+            stop = min(stop, self.shape[-2])
+            grid = self.scales[..., start // block[0] : -(-stop // block[0]), :]
+            cut = {"values": self.values[..., start:stop, :], "scales": grid}
+            return self._with(cut, (*self.shape[:-2], stop - start, self.shape[-1]))
         parts = {name: t[..., start:stop, :] for name, t in self.tensors().items() if name in _ROW_TENSORS and t.shape[-2] > 1}
         count = len(range(*slice(start, stop).indices(self.shape[-2])))
         if self.shape[-2] == 1:
@@ -179,7 +203,8 @@ class QuantizedTensor:
         if self.zeros is not None:
             codes = codes - self._spread(self.zeros).to(torch.int16)
         assert self.scales is not None  # __post_init__ holds it for every quantized scheme
-        weight = codes.float().mul_(self._spread(self._levelled(self.scales, self.sub_scales)))
+        scales = effective_scales(self.scales, self.global_scale)
+        weight = codes.float().mul_(self._spread(self._levelled(scales, self.sub_scales)))
         if self.mins is not None:
             weight += self._spread(self._levelled(self.mins, self.sub_mins))
         return weight
@@ -223,6 +248,9 @@ def stack(tensors: Iterable[QuantizedTensor], count: int) -> QuantizedTensor:
                 f"expert {index} of a stack of {count}", f"{tensor.scheme} {list(tensor.shape)} beside {first.scheme} {list(first.shape)}",
                 "experts of one matrix must share scheme and shape",
             )  # fmt: skip
+        if tensor.tensors().keys() != parts.keys():
+            odd = ", ".join(sorted(tensor.tensors().keys() ^ parts.keys()))
+            raise ShapeError(f"expert {index} of a stack of {count}", f"only some of the experts have {odd}", "complete the checkpoint")
         for name, t in tensor.tensors().items():
             parts[name][index].copy_(t)
     if first is None or index + 1 != count:

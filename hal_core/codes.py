@@ -1,0 +1,35 @@
+"""Element and scale codes of the 8- and 4-bit float types: what a stored byte stands for."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["E8M0_NAN", "count_fp8_nans", "effective_scales", "scale_values"]
+
+#: The one byte of an E8M0 scale that is no power of two.
+E8M0_NAN = 255
+
+
+def scale_values(scales: Tensor) -> Tensor:
+    """float32 scales of a stored scale tensor; uint8 is E8M0, 2 to the power of (byte - 127), exact."""
+    if scales.dtype == torch.uint8:
+        return scales.view(torch.float8_e8m0fnu).float()
+    return scales.float()
+
+
+def effective_scales(scales: Tensor, global_scale: Tensor | None) -> Tensor:
+    """float32 ``[.., N, G]``: scales times their tensor's global scale ``[..]``, rounded once.
+
+    The product is formed in float64: for a global scale that a file stores as a divisor, the canonical reciprocal is float64,
+    and the result is then the correctly rounded quotient of scale and divisor, bit for bit.
+    """
+    if global_scale is None:
+        return scale_values(scales)
+    return (scale_values(scales).double() * global_scale.double()[..., None, None]).float()
+
+
+def count_fp8_nans(values: Tensor) -> int:
+    """Bytes of an fp8 tensor that are no finite number: NaN, and in e5m2 infinity too."""
+    magnitude = values.view(torch.uint8) & 0x7F
+    return int((magnitude >= (0x7F if values.dtype == torch.float8_e4m3fn else 0x7C)).sum())
