@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hal_core.jsonable import JsonValue, dumps, loads, to_json
 from hal_core.machine import Machine
 from hal_core.manifest import INSTALL_HINTS
+from hal_core.refusal import Refusal
 from hal_core.registry import BackendRow
+from hal_core.verdicts import Trial
 from hal_core.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Probe", "probe_from"]
+    from hal_core.registry import RegisteredKernel
+
+__all__ = ["Probe", "probe_from", "rows_elsewhere"]
 
 
 @dataclass(frozen=True)
 class Probe:
-    """hints: devices that were seen without a backend for them, with the command that installs one."""
+    """hints: devices that were seen without a backend for them, with the command that installs one. trials: of an isolated probe."""
 
     hal_core: str
     machine: Machine
     backends: tuple[BackendRow, ...]
     hints: tuple[str, ...] = ()
+    trials: tuple[Trial, ...] = ()
 
     @classmethod
     def from_json(cls, text: str) -> Probe:
@@ -46,6 +51,7 @@ class Probe:
             kernels = ", ".join(name.partition(".")[2] for name in row.kernels) or ("no kernels" if row.loaded else "")
             lines.append(f"  {row.name:{width}}  {row.status:9}  {row.distribution} {row.version}  {kernels}".rstrip())
             lines += [f"  {'':{width}}  {reason}" for reason in row.refusals]
+        lines += [f"tried: {trial}" for trial in self.trials]
         lines += [f"hint: {hint}" for hint in self.hints]
         return "\n".join(lines)
 
@@ -57,6 +63,29 @@ def probe_from(machine: Machine, rows: Sequence[BackendRow]) -> Probe:
     hints = []
     for kind in seen:
         if kind in INSTALL_HINTS and kind not in named:
-            devices = ", ".join(dict.fromkeys(device.name for device in machine.devices if device.kind == kind))
-            hints.append(f"{devices} seen, and no {kind} backend is installed: {INSTALL_HINTS[kind]}")
+            devices = [device for device in machine.devices if device.kind == kind]
+            architectures, names = (
+                ", ".join(dict.fromkeys(texts)) for texts in zip(*((d.architecture, d.name) for d in devices), strict=True)
+            )
+            hints.append(f"{architectures} seen ({names}), and no {kind} backend is installed: {INSTALL_HINTS[kind]}")
     return Probe(__version__, machine, tuple(rows), tuple(hints))
+
+
+def rows_elsewhere(machine: Machine, rows: Sequence[BackendRow], kernels: Sequence[RegisteredKernel]) -> tuple[BackendRow, ...]:
+    """The table for a machine that is not this one: every backend that loads here, judged anew; the others keep their reasons."""
+    out = []
+    for row in rows:
+        reasons = row.manifest.refusals(machine) if row.loaded and row.manifest is not None else ()
+        if not row.loaded:
+            out.append(row)
+        elif reasons:
+            out.append(replace(row, status="refused", refusals=reasons))
+        else:
+            served = {kind for k in kernels if k.backend == row.name for kind in k.kernel.devices}
+            here = {device.kind for device in machine.devices}
+            missing = Refusal(
+                "backend.device", f"a {' or '.join(sorted(served))} device", f"devices: {', '.join(sorted(here))}", "choose another box"
+            )
+            ready = bool(served & {*here, "any"})
+            out.append(replace(row, status="ready" if ready else "no_device", refusals=() if ready else (missing,)))
+    return tuple(out)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hal_core import settings
 from hal_core.contract import checked_kernels
+from hal_core.foreign_wheels import foreign_manifest, foreign_refusals
 from hal_core.kernel import Kernel
 from hal_core.machine import Machine
 from hal_core.manifest import BackendManifest, read_manifest
@@ -20,7 +21,7 @@ from hal_core.refusal import Refusal
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["GROUP", "REFERENCE", "BackendRow", "RegisteredKernel", "Registry", "default_registry"]
+__all__ = ["GROUP", "REFERENCE", "BackendRow", "Judged", "RegisteredKernel", "Registry", "default_registry", "judged", "loaded"]
 
 GROUP = "hal_core.backends"
 REFERENCE = "reference"
@@ -33,7 +34,8 @@ class BackendRow:
     """One installed backend, with its verdict.
 
     status: ``ready``; ``no_device`` (loaded, and this machine has no device for it); ``refused`` (by its manifest, not
-    imported); ``failed`` (raised, or registered something invalid). kernels: full names.
+    imported); ``failed`` (raised, or registered something invalid); ``crashed`` (in a process of its own, not imported
+    here). kernels: full names.
     """
 
     name: str
@@ -67,6 +69,15 @@ class _Owner:
 
     def __str__(self) -> str:
         return f"backend {self.name!r} ({self.distribution} {self.version})".replace(" )", ")")
+
+
+@dataclass(frozen=True)
+class Judged:
+    """An entry point after its verdict before import: a row of its own when refused (then ``row`` is set), else still to load."""
+
+    entry_point: metadata.EntryPoint
+    manifest: BackendManifest | None
+    row: BackendRow | None = None
 
 
 class Registry:
@@ -119,17 +130,15 @@ class Registry:
 
     def _read(self) -> tuple[tuple[BackendRow, ...], tuple[RegisteredKernel, ...]]:
         machine = self._machine or Machine.detect()
-        found, rows = _installed() if self._given is None else (self._given, ())
-        # A fixed order, so that the same one of two equal names wins whatever the order of sys.path.
-        ordered = sorted(found, key=lambda ep: (ep.name, _owner(ep).distribution, ep.value))
+        entries, rows = judged(machine, self._given)
         table, kernels = list(rows), list[RegisteredKernel]()
         taken = {REFERENCE: _Owner(REFERENCE, "hal-core", "")}
-        for entry_point in ordered:
-            row, new = _row_of(entry_point, machine, taken)
+        for entry in entries:
+            row, new = _row_of(entry, machine, taken)
             table.append(row)
             kernels += new
             if row.loaded:
-                taken[row.name] = _owner(entry_point)
+                taken[row.name] = _owner(entry.entry_point)
         table.sort(key=lambda row: (row.name, row.distribution))
         if self._reference:
             row, new = _reference_row(machine)
@@ -138,7 +147,33 @@ class Registry:
         return tuple(table), tuple(sorted(kernels, key=lambda k: k.name))
 
 
-def _installed() -> tuple[tuple[metadata.EntryPoint, ...], tuple[BackendRow, ...]]:
+def judged(machine: Machine, given: Iterable[metadata.EntryPoint] | None = None) -> tuple[tuple[Judged, ...], tuple[BackendRow, ...]]:
+    """Every entry point (``given``, or all installed) with its verdict before import, in a fixed order; and rows of other wheels."""
+    found, rows = _installed(machine) if given is None else (tuple(given), ())
+    # A fixed order, so that the same one of two equal names wins whatever the order of sys.path.
+    ordered = sorted(found, key=lambda ep: (ep.name, _owner(ep).distribution, ep.value))
+    return tuple(_judge(entry_point, machine) for entry_point in ordered), rows
+
+
+def _judge(entry_point: metadata.EntryPoint, machine: Machine) -> Judged:
+    from hal_core.verdicts import crashed_before
+
+    owner, manifest = _owner(entry_point), read_manifest(entry_point)
+    if isinstance(manifest, Refusal):
+        return Judged(entry_point, None, _bad(owner, "refused", (manifest,)))
+    refusals = manifest.refusals(machine)
+    if refusals:
+        return Judged(entry_point, manifest, _bad(owner, "refused", refusals, manifest))
+    crash = crashed_before(entry_point.dist, machine)
+    return Judged(entry_point, manifest, None if crash is None else _bad(owner, "crashed", (crash,), manifest))
+
+
+def loaded(entry: Judged, machine: Machine) -> tuple[BackendRow, list[RegisteredKernel]]:
+    """Import what passed its verdict; its row, and its kernels when it is healthy."""
+    return _guarded(entry.entry_point.load, _owner(entry.entry_point), entry.manifest, machine)
+
+
+def _installed(machine: Machine) -> tuple[tuple[metadata.EntryPoint, ...], tuple[BackendRow, ...]]:
     """Entry points of all distributions, each read on its own: one broken metadata folder must not hide the others."""
     found, rows, seen = [], [], set()
     for dist in metadata.distributions():
@@ -149,11 +184,20 @@ def _installed() -> tuple[tuple[metadata.EntryPoint, ...], tuple[BackendRow, ...
                 continue  # shadowed by an earlier folder of sys.path, as for imports
             seen.add(key)
             found += [ep for ep in dist.entry_points if ep.group == GROUP]
+            rows += _foreign(key, dist, machine)
         except Exception as error:  # noqa: BLE001 - metadata of strangers; what may be ours becomes a row
             if GROUP in _entry_points_text(dist):
                 reason = Refusal("backend.manifest", f"readable metadata of {dist}", _told(error), "reinstall it")
                 rows.append(BackendRow(str(dist), str(dist), "", "refused", (reason,)))
     return tuple(found), tuple(rows)
+
+
+def _foreign(key: str, dist: metadata.Distribution, machine: Machine) -> list[BackendRow]:
+    """A row for a known wheel of others that does not fit."""
+    version = dist.version
+    manifest = foreign_manifest(key, version)
+    refusals = () if manifest is None else foreign_refusals(manifest, version, machine)
+    return [BackendRow(manifest.name, key, version, "refused", refusals, manifest)] if manifest is not None and refusals else []
 
 
 def _entry_points_text(dist: metadata.Distribution) -> str:
@@ -170,20 +214,14 @@ def _owner(entry_point: metadata.EntryPoint) -> _Owner:
     return _Owner(entry_point.name, dist.metadata["Name"] or "unnamed distribution", dist.metadata["Version"] or "")
 
 
-def _row_of(entry_point: metadata.EntryPoint, machine: Machine, taken: dict[str, _Owner]) -> tuple[BackendRow, list[RegisteredKernel]]:
-    owner = _owner(entry_point)
-    manifest = read_manifest(entry_point)
-    if isinstance(manifest, Refusal):
-        return _bad(owner, "refused", (manifest,)), []
-    if owner.name in taken:
+def _row_of(entry: Judged, machine: Machine, taken: dict[str, _Owner]) -> tuple[BackendRow, list[RegisteredKernel]]:
+    owner = _owner(entry.entry_point)
+    if owner.name in taken and entry.manifest is not None:
         other = taken[owner.name].distribution
         found = f"{owner.distribution} and {other} both register it; {other} is used"
         reason = Refusal("backend.invalid", f"one backend named {owner.name!r}", found, f"pip uninstall {owner.distribution}, or {other}")
-        return _bad(owner, "refused", (reason,), manifest), []
-    refusals = manifest.refusals(machine)
-    if refusals:
-        return _bad(owner, "refused", refusals, manifest), []
-    return _guarded(entry_point.load, owner, manifest, machine)
+        return _bad(owner, "refused", (reason,), entry.manifest), []
+    return (entry.row, []) if entry.row is not None else loaded(entry, machine)
 
 
 def _reference_row(machine: Machine) -> tuple[BackendRow, list[RegisteredKernel]]:

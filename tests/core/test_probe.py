@@ -26,7 +26,7 @@ def test_text_shows_machine_backends_reasons_and_hints():
     text = str(probe)
     for shown in ("Test CPU", "isa: avx2 fma f16c", "torch 2.13.0+cpu", "amx_tile: not permitted; ask the administrator", "int4, experts",
                   "ipex", "refused", str(BROKEN),
-                  "MI300X seen, and no rocm backend is installed: pip install hal-backend-rocm"):  # fmt: skip
+                  "gfx942 seen (MI300X), and no rocm backend is installed: pip install hal-backend-rocm"):  # fmt: skip
         assert shown in text
     assert max(map(len, text.splitlines())) < 200
     assert Probe.from_json(probe.dumps()) == probe
@@ -35,7 +35,7 @@ def test_text_shows_machine_backends_reasons_and_hints():
 
 def test_a_cpu_without_its_backend_is_a_hint():
     assert probe_from(MACHINE, (row("reference"),)).hints == (
-        "Test CPU seen, and no cpu backend is installed: pip install hal-backend-cpu",
+        "x86_64 seen (Test CPU), and no cpu backend is installed: pip install hal-backend-cpu",
     )
     assert probe_from(MACHINE, (row("cpu", status="failed", refusals=(BROKEN,)),)).hints == ()
 
