@@ -21,7 +21,6 @@ __all__ = ["QuantizedTensor", "pack_nibbles", "stack", "unpack_nibbles"]
 
 #: Tensors with a row for each row of N.
 _ROW_TENSORS = ("values", "scales", "zeros", "mins", "sub_scales", "sub_mins")
-_TENSORS = ("values", "scales", "zeros", "mins", "g_idx", "global_scale", "sub_scales", "sub_mins")
 _TENSORS = ("values", "scales", "zeros", "mins", "g_idx", "global_scale", "sub_scales", "sub_mins", "input_scale", "input_zero")
 _FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "mxfp8": torch.float8_e4m3fn}

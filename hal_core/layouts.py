@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from hal_core.errors import FormatError
 from hal_core.formats.awq_tensors import AWQGemvPacking, AWQPacking
 from hal_core.formats.ct_tensors import CTPackedPacking
-from hal_core.formats.gguf_blocks import BLOCK, block_scheme, pack_blocks, unpack_blocks
+from hal_core.formats.gguf_blocks import QUANTIZED, block_scheme, block_size, pack_blocks, unpack_blocks
 from hal_core.formats.gptq_tensors import GPTQPacking
 from hal_core.formats.packing import Plan, Rule
 from hal_core.schemes import GranularityKind, ZeroKind
@@ -121,7 +121,8 @@ class BlockLayout(Layout):
     def obstacle(self, scheme: WeightScheme, shape: tuple[int, int]) -> str:
         if scheme != block_scheme(self.kind):
             return f"it holds {block_scheme(self.kind)}"
-        return f"K={shape[1]} is not a multiple of {BLOCK}" if shape[1] % BLOCK else ""
+        size = block_size(self.kind)
+        return f"K={shape[1]} is not a multiple of {size}" if shape[1] % size else ""
 
     def pack(self, weight: QuantizedTensor) -> dict[str, Tensor]:
         self._check(weight.scheme, weight.shape)
@@ -140,9 +141,7 @@ LAYOUTS: Mapping[str, Layout] = {
         IntegerLayout("awq:gemm", AWQPacking(), bits=(4,), act_order=False, whole_words_k=False),
         IntegerLayout("awq:gemv", AWQGemvPacking(), bits=(4,), act_order=False, whole_words_n=False),
         IntegerLayout("compressed-tensors:pack-quantized", CTPackedPacking(), per_tensor=True, whole_words_n=False, whole_words_k=False),
-        BlockLayout("gguf:Q4_0", "Q4_0"),
-        BlockLayout("gguf:Q4_1", "Q4_1"),
-        BlockLayout("gguf:Q8_0", "Q8_0"),
+        *(BlockLayout(f"gguf:{kind}", kind) for kind in QUANTIZED),
     )
 }
 

@@ -87,18 +87,31 @@ KINDS: dict[str, tuple[str, str, dict]] = {
 def random_weight(scheme: WeightScheme, n: int, k: int, seed: int, scale_dtype=torch.float16) -> QuantizedTensor:
     """Every field uniformly random, signs of scales included."""
     draw = torch.Generator().manual_seed(seed)
-    bits, signed = scheme.bits, scheme.zero is ZeroKind.NONE
+    bits, signed = scheme.bits, scheme.zero is ZeroKind.NONE and scheme.dtype.startswith("int")
     codes = torch.randint(0, 1 << bits, (n, k), generator=draw)
     bytewise = (codes - (1 << (bits - 1))).to(torch.int8) if signed else codes.to(torch.uint8)
     values = pack_nibbles(codes) if bits == 4 else bytewise
-    size = scheme.granularity.group
-    grid = {"tensor": (1, 1), "channel": (n, 1)}.get(scheme.granularity.kind.value) or (n, -(-k // size))
+    size, block = scheme.granularity.group, scheme.granularity.superblock
+    grid = {"tensor": (1, 1), "channel": (n, 1)}.get(scheme.granularity.kind.value) or (n, -(-k // (block or size)))
+    scales = torch.randn(grid, generator=draw).to(scale_dtype)
     return QuantizedTensor(
-        scheme, (n, k), values, torch.randn(grid, generator=draw).to(scale_dtype),
+        scheme, (n, k), values,
+        torch.randint(0, 255, grid, generator=draw, dtype=torch.uint8) if scheme.dtype == "mxfp4" else scales,
         zeros=torch.randint(0, 1 << bits, grid, generator=draw, dtype=torch.uint8) if scheme.zero is ZeroKind.INTEGER else None,
         mins=torch.randn(grid, generator=draw).to(scale_dtype) if scheme.zero is ZeroKind.MINIMUM else None,
         g_idx=(torch.randperm(k, generator=draw) // size).to(torch.int32) if scheme.act_order else None,
+        **(_factors(scheme, (n, -(-k // size)), draw) if block else {}),
     )  # fmt: skip
+
+
+def _factors(scheme: WeightScheme, grid: tuple[int, int], draw: torch.Generator) -> dict[str, torch.Tensor]:
+    """Factors of groups in superblocks, in the range of the type that has this scheme."""
+    ranges = {"int2": (0, 16), "int4": (0, 64), "int5": (0, 64), "int6": (-128, 128)}
+    low, high = ranges.get(scheme.dtype, (-32, 32))
+    scales = torch.randint(low, high, grid, generator=draw, dtype=torch.int8)
+    if scheme.zero is ZeroKind.NONE:
+        return {"sub_scales": scales}
+    return {"sub_scales": scales, "sub_mins": torch.randint(0, high, grid, generator=draw, dtype=torch.uint8)}
 
 
 def make(kind: str, linear=None) -> tuple[dict[str, torch.Tensor], dict, dict[str, QuantizedTensor]]:

@@ -1,4 +1,7 @@
-"""Writes small GGUF models with the gguf package's own writer and quantizer."""
+"""Writes small GGUF models with the gguf package's own writer, and its quantizer for the types that it can quantize to.
+
+For the others every field of a block is random, floats apart, which stay finite.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,22 @@ import gguf
 import numpy as np
 
 HIDDEN, HEADS, KV_HEADS, HEAD, FFN, EXPERTS, VOCAB, LAYERS = 64, 4, 2, 32, 96, 4, 64, 2
+#: Hidden size, head size and inner size, by width.
+SIZES = {1: (HIDDEN, HEAD, FFN), 8: (256, 64, 512)}
 KINDS = {"F32": np.float32, "F16": np.float16}
+#: Where the fp16 of a block are, for types without a quantizer.
+HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,)}
+SUPERBLOCKS = tuple(kind for kind in HALVES if kind != "IQ4_NL")
 
 
-def tensor_shapes(architecture: str, bias: bool = False) -> dict[str, tuple[int, ...]]:
+def width(kind: str) -> int:
+    """What a dimension is multiplied by, so that rows hold whole blocks."""
+    return 8 if kind in SUPERBLOCKS else 1
+
+
+def tensor_shapes(architecture: str, bias: bool = False, wide: int = 1) -> dict[str, tuple[int, ...]]:
     """Every tensor of a tiny model, by its GGUF name."""
+    HIDDEN, HEAD, FFN = SIZES[wide]
     shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (VOCAB, HIDDEN), "output_norm.weight": (HIDDEN,)}
     for layer in range(LAYERS):
         block = {
@@ -36,7 +50,26 @@ def values(shapes: dict[str, tuple[int, ...]], seed: int = 0) -> dict[str, np.nd
     return {name: draw.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
 
 
-def metadata(writer: gguf.GGUFWriter, architecture: str) -> None:
+def random_blocks(shape: tuple[int, ...], kind: str, seed: int) -> np.ndarray:
+    """Bytes of a tensor of random blocks."""
+    draw = np.random.default_rng(seed)
+    size, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    blocks = draw.integers(0, 256, (*shape[:-1], shape[-1] // size, nbytes), dtype=np.uint8)
+    for start in HALVES[kind]:
+        halves = (draw.standard_normal(blocks.shape[:-1]) * 0.01).astype(np.float16)
+        blocks[..., start : start + 2] = halves[..., None].view(np.uint8)
+    return blocks.reshape(*shape[:-1], -1)
+
+
+def encoded(tensor: np.ndarray, kind: str, seed: int) -> np.ndarray:
+    """A tensor's bytes in a quantized type; of its shape only, where the package has no quantizer."""
+    if kind in HALVES:
+        return random_blocks(tensor.shape, kind, seed)
+    return gguf.quants.quantize(tensor, gguf.GGMLQuantizationType[kind])
+
+
+def metadata(writer: gguf.GGUFWriter, architecture: str, wide: int = 1) -> None:
+    HIDDEN, HEAD, FFN = SIZES[wide]
     writer.add_context_length(128)
     writer.add_embedding_length(HIDDEN)
     writer.add_block_count(LAYERS)
@@ -58,16 +91,16 @@ def metadata(writer: gguf.GGUFWriter, architecture: str) -> None:
 def write(path, architecture="llama", kind="Q4_1", tensors=None, extra=None, kinds=None):
     """A file of one quantization type (vectors stay F32). extra: called with the writer. kinds: type by tensor name."""
     writer = gguf.GGUFWriter(path, architecture)
-    metadata(writer, architecture)
+    wide = width(kind)
+    metadata(writer, architecture, wide)
     if extra is not None:
         extra(writer)
-    for name, tensor in (values(tensor_shapes(architecture)) if tensors is None else tensors).items():
+    for name, tensor in (values(tensor_shapes(architecture, wide=wide)) if tensors is None else tensors).items():
         chosen = (kinds or {}).get(name, kind)
         if tensor.ndim == 1 or chosen in KINDS:
             writer.add_tensor(name, tensor.astype(KINDS.get(chosen, np.float32) if tensor.ndim > 1 else np.float32))
         else:
-            kind_type = gguf.GGMLQuantizationType[chosen]
-            writer.add_tensor(name, gguf.quants.quantize(tensor, kind_type), raw_dtype=kind_type)
+            writer.add_tensor(name, encoded(tensor, chosen, len(name)), raw_dtype=gguf.GGMLQuantizationType[chosen])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hal_core.canonical import pack_nibbles, unpack_nibbles
+from hal_core.fields import join_fields, split_fields
 
 __all__ = ["canonical_codes", "pack_fields", "signed_storage", "stored_codes", "unpack_fields", "unsigned_storage"]
 
@@ -22,27 +23,14 @@ def unpack_fields(words: Tensor, bits: int, count: int) -> Tensor:
         return data[..., :count].contiguous()
     if bits == 4:
         return unpack_nibbles(data[..., : (count + 1) // 2], count)
-    # Eight fields fill `bits` whole bytes; gathered into one number, each field is a shift away.
-    eights = -(-count // 8)
-    parts = pad(data, (0, max(0, eights * bits - data.shape[-1])))[..., : eights * bits].reshape(*data.shape[:-1], eights, bits)
-    wide = torch.int32 if bits < 4 else torch.int64
-    number = parts[..., 0].to(wide)
-    for byte in range(1, bits):
-        number |= parts[..., byte].to(wide) << (8 * byte)
-    fields = torch.empty(*data.shape[:-1], eights, 8, dtype=torch.uint8)
-    for index in range(8):
-        fields[..., index] = (number >> (bits * index)) & ((1 << bits) - 1)
-    return fields.flatten(-2)[..., :count].contiguous()
+    return split_fields(data, bits, count)
 
 
 def pack_fields(codes: Tensor, bits: int) -> Tensor:
     """uint8 ``[.., count]`` to int32 ``[.., ceil(count*bits/32)]``; unused bits are 0."""
-    count = codes.shape[-1]
-    words = -(-count * bits // 32)
-    spread = (codes.unsqueeze(-1) >> torch.arange(bits, dtype=torch.uint8)) & 1
-    stream = pad(spread.flatten(-2), (0, words * 32 - count * bits)).view(*codes.shape[:-1], words * 4, 8)
-    data = (stream << torch.arange(8, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
-    return data.contiguous().view(torch.int32)
+    size = -(-codes.shape[-1] * bits // 32) * 4
+    stream = join_fields(codes, bits)[..., :size]
+    return pad(stream, (0, size - stream.shape[-1])).contiguous().view(torch.int32)
 
 
 def canonical_codes(words: Tensor, bits: int, k: int) -> Tensor:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hal_core.errors import FormatError, MissingDependencyError
 from hal_core.formats.files import MAX_DIM
+from hal_core.formats.gguf_blocks import SERVED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["GGUFHeader", "GGUFTensor", "LongArray", "gguf_package", "read_gguf_header"]
 
-#: Types that are kept packed or as floats; the others are refused by name.
-SERVED = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0")
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
 #: Longer arrays (the vocabulary and its merges) are stepped over: only the tokenizer wants them.
@@ -174,7 +173,7 @@ def _tensor(walker: _Walker, tables: ModuleType) -> GGUFTensor:
     except (ValueError, KeyError) as error:
         raise FormatError(what, f"unknown type number {number}", "a newer gguf package may know it: pip install -U gguf") from error
     if kind.name not in SERVED:
-        raise FormatError(what, f"type {kind.name} is not served yet", f"served: {', '.join(SERVED)}; requantize the model to one of them")
+        raise FormatError(what, f"type {kind.name} is not served", f"served: {', '.join(SERVED)}; requantize the model to one of them")
     if any(not 0 < dim <= MAX_DIM for dim in shape) or shape[-1] % block:
         raise FormatError(what, f"shape {list(shape)} does not fit type {kind.name} with blocks of {block}")
     return GGUFTensor(name, kind.name, shape, offset, math.prod(shape) // block * nbytes)

@@ -9,7 +9,7 @@ from hal_core.errors import ShapeError
 from hal_core.kernel import EmbeddingKernel, LinearEpilogue, LinearKernel, LinearWeights
 from hal_core.numerics import Numerics
 from hal_core.ops import QuantEmbedding, QuantLinear
-from hal_core.reference.schemes import EVERY_ROW_SCHEME, EVERY_SCHEME
+from hal_core.reference.schemes import EVERY_ROW_SCHEME, EVERY_SCHEME, OUTPUT_ROUNDING
 from hal_core.reference.weights import CanonicalWeight
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class ReferenceLinear(LinearKernel):
     limits = ()
     m_range = (1, None)
     layout = "canonical"
-    error_bound = 1e-5
+    error_bound = OUTPUT_ROUNDING
     priority = 0
 
     def prepare(self, spec: LinearSpec, weights: LinearWeights) -> ReferenceLinearOp:
@@ -107,7 +107,7 @@ class ReferenceEmbeddingOp(QuantEmbedding):
         if flat.numel() and (int(flat.min()) < 0 or int(flat.max()) >= self.spec.rows):
             position = int(((flat < 0) | (flat >= self.spec.rows)).nonzero()[0])
             raise ShapeError("embedding id", f"{int(flat[position])} at position {position}", f"ids run from 0 to {self.spec.rows - 1}")
-        rows = self.weight.tensor().gather_rows(flat).dequantize()
+        rows = self.weight.gather_rows(flat).dequantize()
         return rows.to(torch_dtype(self.spec.dtype)).reshape(*ids.shape, self.spec.dim)
 
     def compute(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -133,7 +133,7 @@ class ReferenceEmbedding(EmbeddingKernel):
     limits = ()
     m_range = (1, None)
     layout = "canonical"
-    error_bound = 1e-5
+    error_bound = OUTPUT_ROUNDING
     priority = 0
 
     def prepare(self, spec: EmbeddingSpec, weights: LinearWeights) -> ReferenceEmbeddingOp:

@@ -13,7 +13,7 @@ from hal_core.numerics import Numerics
 from hal_core.ops import MoEExperts, Routed
 from hal_core.reference.activations import activate
 from hal_core.reference.linear import check_weight
-from hal_core.reference.schemes import EVERY_SCHEME
+from hal_core.reference.schemes import EVERY_SCHEME, OUTPUT_ROUNDING
 from hal_core.reference.weights import CanonicalWeight
 from hal_core.spec import ACTIVATIONS
 
@@ -97,6 +97,8 @@ class ReferenceMoEOp(MoEExperts):
     ) -> Tensor:
         if not isinstance(x, torch.Tensor):
             raise ShapeError("experts input", type(x).__name__, "this kernel takes unquantized activations")
+        if not x.is_floating_point():
+            raise ShapeError("experts input", f"x of {x.dtype}", "give a float tensor")
         routed = check_routed(self.spec, x, routing, expert_map)
         slots = self._slots(x.float(), routed, expert_map)
         y = slots.sum(dim=1) * self.spec.routed_scaling if reduce else slots * self.spec.routed_scaling
@@ -130,7 +132,7 @@ class ReferenceMoEOp(MoEExperts):
 
     def _matrix(self, name: str, index: int, rows: Tensor) -> Tensor:
         weight: CanonicalWeight = self.matrices[name]  # type: ignore[assignment]
-        y = rows @ weight.tensor().expert(index).dequantize().T
+        y = rows @ weight.expert(index).dequantize().T
         bias = getattr(self, f"{name}_bias")
         return y if bias is None else y + bias[index].float()
 
@@ -165,7 +167,7 @@ class ReferenceMoE(MoEKernel):
     limits = ()
     m_range = (1, None)
     layout = "canonical"
-    error_bound = 1e-5
+    error_bound = OUTPUT_ROUNDING
     priority = 0
 
     def prepare(self, spec: MoESpec, weights: MoEWeights) -> ReferenceMoEOp:

@@ -1,7 +1,11 @@
-"""A canonical tensor kept as buffers, so that it moves with ``.to`` and is saved with the module."""
+"""A canonical tensor kept as buffers, so that it moves with ``.to`` and is saved with the module.
+
+Codes of 2, 3, 5, 6 and 7 bits, a byte each in canonical form, are held as a bit stream: memory stays near the checkpoint's.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,6 +13,8 @@ from torch import nn
 
 from hal_core.canonical import QuantizedTensor
 from hal_core.errors import ShapeError
+from hal_core.fields import join_fields, split_fields
+from hal_core.schemes import ZeroKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,13 +28,37 @@ _BLOCK_BYTES = 32 << 20
 
 
 class CanonicalWeight(nn.Module):
-    """Holds one :class:`QuantizedTensor`; ``tensor()`` gives it back over the same storage."""
+    """Holds one :class:`QuantizedTensor`; ``tensor()`` gives it back, over the same storage where its codes fill their bytes."""
 
     def __init__(self, weight: QuantizedTensor) -> None:
         super().__init__()
         self.scheme, self.shape = weight.scheme, weight.shape
+        self.streamed = self.scheme.dtype.startswith("int") and self.scheme.bits not in (4, 8)
         for name, tensor in weight.tensors().items():
-            self.register_buffer(name, tensor.detach())
+            self.register_buffer(name, self._held(name, tensor.detach()))
+
+    def _held(self, name: str, tensor: Tensor) -> Tensor:
+        """A canonical field as it is kept."""
+        if name != "values" or not self.streamed:
+            return tensor
+        # signed codes are cut to two's complement of their width
+        return join_fields(tensor.view(torch.uint8) & ((1 << self.scheme.bits) - 1), self.scheme.bits)
+
+    def _canonical(self, outline: QuantizedTensor, values: Tensor) -> QuantizedTensor:
+        """``outline`` with the codes of a stream."""
+        codes = split_fields(values, self.scheme.bits, self.shape[-1])
+        if self.scheme.zero is ZeroKind.NONE:
+            sign = 1 << (self.scheme.bits - 1)
+            codes = codes.bitwise_xor_(sign).view(torch.int8).sub_(sign)
+        return replace(outline, values=codes)
+
+    def _outline(self) -> QuantizedTensor:
+        """The canonical tensor; with a stand-in of one element for codes that are a stream."""
+        held = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        if self.streamed:
+            kind = torch.int8 if self.scheme.zero is ZeroKind.NONE else torch.uint8
+            held["values"] = torch.empty(1, dtype=kind, device=held["values"].device).expand(self.shape)
+        return QuantizedTensor(self.scheme, self.shape, **held)
 
     def _apply(self, fn: object, recurse: bool = True) -> CanonicalWeight:
         # Module.to(dtype) must move but never recast what the checkpoint stored: scales would be rounded silently.
@@ -41,8 +71,24 @@ class CanonicalWeight(nn.Module):
         return self
 
     def tensor(self) -> QuantizedTensor:
-        held = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
-        return QuantizedTensor(self.scheme, self.shape, **held)
+        """All of it, in canonical form."""
+        outline = self._outline()
+        return self._canonical(outline, self.get_buffer("values")) if self.streamed else outline
+
+    def expert(self, index: int) -> QuantizedTensor:
+        """One matrix of a stack."""
+        part = self._outline().expert(index)
+        return self._canonical(part, self.get_buffer("values")[index]) if self.streamed else part
+
+    def rows(self, start: int, stop: int) -> QuantizedTensor:
+        """Rows ``start:stop`` of a matrix without a two-dimensional scale grid."""
+        part = self._outline().rows(start, stop)
+        return self._canonical(part, self.get_buffer("values")[start:stop]) if self.streamed else part
+
+    def gather_rows(self, ids: Tensor) -> QuantizedTensor:
+        """Rows ``ids [M]`` of such a matrix, copied."""
+        part = self._outline().gather_rows(ids)
+        return self._canonical(part, self.get_buffer("values")[ids]) if self.streamed else part
 
     def update(self, weight: QuantizedTensor) -> None:
         """Copy another weight of the same scheme and shape into the same storage."""
@@ -52,16 +98,15 @@ class CanonicalWeight(nn.Module):
                 "prepare a new op for another scheme or shape",
             )  # fmt: skip
         for name, tensor in weight.tensors().items():
-            self.get_buffer(name).copy_(tensor)
+            self.get_buffer(name).copy_(self._held(name, tensor))
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """Row slices of a matrix ``[N, K]`` with their float32 weights, a bounded amount at a time."""
-        weight = self.tensor()
-        n, k = weight.shape[-2:]
-        step = n if weight.scheme.granularity.block is not None else max(1, _BLOCK_BYTES // (4 * k))
+        n, k = self.shape[-2:]
+        step = n if self.scheme.granularity.block is not None else max(1, _BLOCK_BYTES // (4 * k))
         for start in range(0, n, step):
             stop = min(start + step, n)
-            part = weight if step >= n else weight.rows(start, stop)
+            part = self.tensor() if step >= n else self.rows(start, stop)
             yield slice(start, stop), part.dequantize()
 
     def multiply(self, x: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from hal_core.formats.gguf_header import read_gguf_header
 
 KINDS = list(checkpoints.KINDS)
 FORMATS = {name: [kind for kind in KINDS if kind.startswith(name)] for name in ("gptq", "awq", "autoround", "ct")}
+GGUF_KINDS = ["Q4_0", "Q4_1", "Q8_0", "Q5_0", "Q5_1", "IQ4_NL", "MXFP4", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"]
 DTYPES = ["F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL", "F8_E4M3", "F64", "F4", "", None, 7]
 ODD = [
     None, True, False, 0, 1, -1, 2, 3, 4, 5, 7, 8, 16, 32, 64, 96, 128, 2**31, 2**63, 2**70, 1.5, float("nan"),
@@ -173,7 +174,7 @@ def gguf_example(seed: int) -> str:
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "model.gguf"
-        data, start = gguf_data(rng.choice(["llama", "qwen3moe"]), rng.choice(["Q4_0", "Q4_1", "Q8_0"]))
+        data, start = gguf_data(rng.choice(["llama", "qwen3moe"]), rng.choice(GGUF_KINDS))
         out = bytearray(data)
         action = rng.choice(["flip", "flip", "flip", "word", "cut"])
         if action == "cut":

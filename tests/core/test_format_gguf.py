@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from hal_core.canonical import stack
 from hal_core.errors import FormatError, MissingDependencyError
 from hal_core.formats import open_checkpoint
 from hal_core.formats.gguf_header import read_gguf_header
@@ -16,7 +17,12 @@ from hal_core.formats.gguf_header import read_gguf_header
 gguf = pytest.importorskip("gguf")
 import gguf_files  # noqa: E402  needs the gguf package
 
-SCHEMES = {"Q4_1": "int4:g32:min", "Q4_0": "int4:g32", "Q8_0": "int8:g32", "F16": "fp16", "F32": "fp32", "BF16": "bf16"}
+SCHEMES = {
+    "Q4_1": "int4:g32:min", "Q4_0": "int4:g32", "Q8_0": "int8:g32", "F16": "fp16", "F32": "fp32", "BF16": "bf16",
+    "Q5_0": "int5:g32", "Q5_1": "int5:g32:min", "IQ4_NL": "iq4_nl:g32", "MXFP4": "mxfp4:g32",
+    "Q2_K": "int2:g16/256:min", "Q3_K": "int3:g16/256", "Q4_K": "int4:g32/256:min", "Q5_K": "int5:g32/256:min",
+    "Q6_K": "int6:g16/256", "IQ4_XS": "iq4_nl:g32/256",
+}  # fmt: skip
 PER_HEAD = {"q_proj": gguf_files.HEADS, "k_proj": gguf_files.KV_HEADS}
 
 
@@ -159,10 +165,34 @@ def test_what_would_change_numbers_and_is_not_served_is_refused(tmp_path, extra,
         open_checkpoint(gguf_files.write(tmp_path / "model.gguf", extra=extra))
 
 
-def test_unserved_types_are_named_with_their_tensor(tmp_path):
-    path = gguf_files.write(tmp_path / "model.gguf", kinds={"blk.1.ffn_up.weight": "Q5_0"})
-    with pytest.raises(FormatError, match=r"blk\.1\.ffn_up\.weight.*Q5_0 is not served yet"):
+@pytest.mark.parametrize("kind", ["IQ2_XS", "IQ1_S", "IQ3_S", "TQ1_0", "Q8_K"])
+def test_unserved_types_are_named_with_their_tensor(tmp_path, kind):
+    path = gguf_files.write(tmp_path / "model.gguf", kinds={"blk.1.ffn_up.weight": "Q8_0"})
+    data = bytearray(path.read_bytes())
+    at = data.index(b"blk.1.ffn_up.weight") + len("blk.1.ffn_up.weight") + 4 + 2 * 8
+    data[at : at + 4] = struct.pack("<I", gguf.GGMLQuantizationType[kind])
+    path.write_bytes(data)
+    with pytest.raises(FormatError, match=rf"blk\.1\.ffn_up\.weight.*{kind} is not served"):
         open_checkpoint(path)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q5_1", "MXFP4", "Q3_K", "Q4_K", "Q6_K"])
+def test_rows_and_experts_of_every_kind_of_scale_can_be_taken_alone(tmp_path, kind):
+    checkpoint = open_checkpoint(gguf_files.write(tmp_path / "model.gguf", "qwen3moe", kind))
+    weight = checkpoint.read("model.embed_tokens.weight")
+    whole, ids = weight.dequantize(), torch.tensor([5, 0, 63, 5])
+    assert torch.equal(weight.rows(3, 9).dequantize(), whole[3:9])
+    assert torch.equal(weight.gather_rows(ids).dequantize(), whole[ids])
+    experts = [checkpoint.read(f"model.layers.0.mlp.experts.{index}.up_proj.weight") for index in range(gguf_files.EXPERTS)]
+    block = stack(experts, gguf_files.EXPERTS)
+    assert torch.equal(block.expert(2).dequantize(), experts[2].dequantize())
+    assert torch.equal(block.dequantize()[3], experts[3].dequantize())
+
+
+def test_k_quants_stay_near_the_size_of_the_file(tmp_path):
+    checkpoint = open_checkpoint(gguf_files.write(tmp_path / "model.gguf", "qwen3", "Q4_K"))
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert checkpoint.read(name).nbytes < 1.03 * checkpoint.entries[name].nbytes
 
 
 def test_unserved_architectures_are_named(tmp_path):
