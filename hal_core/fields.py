@@ -10,10 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-__all__ = ["join_fields", "split_fields"]
+__all__ = ["join_fields", "split_fields", "split_last"]
 
 #: The words of each step, and the bits that one neighbour may take of them.
 _STEPS = ((torch.int16, 8), (torch.int32, 16), (torch.int64, 32))
+
+
+def split_last(tensor: Tensor, *sizes: int) -> Tensor:
+    """The last dim as several; one of ``sizes`` may be -1."""
+    return tensor.reshape(*tensor.shape[:-1], *sizes)
 
 
 def join_fields(codes: Tensor, bits: int) -> Tensor:
@@ -36,7 +41,7 @@ def split_fields(data: Tensor, bits: int, count: int) -> Tensor:
     if stream.shape[-1] < eights * bits:
         stream = pad(stream, (0, eights * bits - stream.shape[-1]))
     words = torch.zeros(*data.shape[:-1], eights, 8, dtype=torch.uint8, device=data.device)
-    words[..., :bits] = stream.unflatten(-1, (eights, bits))
+    words[..., :bits] = split_last(stream, eights, bits)
     words = words.view(torch.int64).flatten(-2)
     for dtype, half in reversed(_STEPS):
         width = bits * half // 8

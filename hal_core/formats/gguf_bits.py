@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hal_core.fields import split_last
+
 __all__ = ["Parts", "from_planes", "halves", "nibble_halves", "nibble_pairs", "planes", "raw"]
 
 #: Fields of a canonical tensor by name, each ``[N, blocks, elements of a block]``.
@@ -24,13 +26,13 @@ def raw(tensor: Tensor) -> Tensor:
 def planes(data: Tensor, width: int, bits: int) -> Tensor:
     """Codes of bytes ``[.., c*width]``: in each run of ``width`` bytes the lowest fields come first, then the next ones."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8).view(-1, 1)
-    return ((data.unflatten(-1, (-1, 1, width)) >> shifts) & ((1 << bits) - 1)).flatten(-3)
+    return ((split_last(data, -1, 1, width) >> shifts) & ((1 << bits) - 1)).flatten(-3)
 
 
 def from_planes(codes: Tensor, width: int, bits: int) -> Tensor:
     """Inverse of :func:`planes`."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8).view(-1, 1)
-    return (codes.unflatten(-1, (-1, 8 // bits, width)) << shifts).sum(-2, dtype=torch.uint8).flatten(-2)
+    return (split_last(codes, -1, 8 // bits, width) << shifts).sum(-2, dtype=torch.uint8).flatten(-2)
 
 
 def nibble_pairs(data: Tensor, width: int) -> Tensor:
@@ -38,7 +40,7 @@ def nibble_pairs(data: Tensor, width: int) -> Tensor:
 
     Neighbouring elements are neighbouring bytes: as 16-bit words their nibbles pair up in a few whole-word steps.
     """
-    words = data.contiguous().view(torch.int16).unflatten(-1, (-1, width // 2))
+    words = split_last(data.contiguous().view(torch.int16), -1, width // 2)
     low = (words & 15) | ((words >> 4) & 0xF0)
     high = ((words >> 4) & 15) | ((words >> 8) & 0xF0)
     return torch.stack([low.to(torch.uint8), high.to(torch.uint8)], dim=-2).flatten(-3)

@@ -13,6 +13,7 @@ import torch
 
 from hal_core.canonical import QuantizedTensor
 from hal_core.errors import FormatError
+from hal_core.fields import split_last
 from hal_core.formats.gguf_bits import Parts, from_planes, halves, nibble_halves, nibble_pairs, planes, raw
 from hal_core.formats.gguf_superblocks import SUPERBLOCK_TYPES
 from hal_core.schemes import WeightScheme
@@ -55,7 +56,7 @@ def _unpack_5(blocks: Tensor, kind: str) -> Parts:
 def _pack_5(parts: Parts, kind: str) -> list[Tensor]:
     codes = (parts["values"] + 16).view(torch.uint8) if kind == "Q5_0" else parts["values"]
     heads = [raw(parts[name]) for name in ("scales", "mins") if name in parts]
-    fifth = from_planes((codes >> 4).unflatten(-1, (4, 8)), 1, 1).flatten(-2)
+    fifth = from_planes(split_last(codes >> 4, 4, 8), 1, 1).flatten(-2)
     return [*heads, fifth, from_planes(codes & 15, 16, 4)]
 
 

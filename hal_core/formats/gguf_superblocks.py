@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hal_core.fields import split_last
 from hal_core.formats.gguf_bits import Parts, from_planes, halves, nibble_halves, nibble_pairs, planes, raw
 
 if TYPE_CHECKING:
@@ -96,8 +97,8 @@ def _unpack_iq4(blocks: Tensor, kind: str) -> Parts:
 
 def _pack_iq4(parts: Parts, kind: str) -> list[Tensor]:
     levels = _unsigned(parts["sub_scales"], 32)
-    high = from_planes((levels >> 4).unflatten(-1, (2, 4)), 1, 2).flatten(-2)
-    low = from_planes((levels & 15).unflatten(-1, (4, 2)), 1, 4).flatten(-2)
+    high = from_planes(split_last(levels >> 4, 2, 4), 1, 2).flatten(-2)
+    low = from_planes(split_last(levels & 15, 4, 2), 1, 4).flatten(-2)
     return [raw(parts["scales"]), high, low, nibble_halves(parts["values"], 16)]
 
 
