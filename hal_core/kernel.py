@@ -71,6 +71,9 @@ class SchemeSet:
         if scheme.zero not in self.zeros:
             served = ", ".join(zero.value for zero in self.zeros)
             out.append(Refusal("scheme.zero", f"{role} zero {scheme.zero.value}", f"serves {served}", "use another backend"))
+        elif scheme.zero is not ZeroKind.NONE and not scheme.dtype.startswith("int"):
+            found = f"{scheme.dtype} codes are signed numbers that need none"
+            out.append(Refusal("scheme.zero", f"{role} zero {scheme.zero.value}", found, "requantize without zero points"))
         if scheme.act_order and not self.act_order:
             fix = "requantize with desc_act=False, or use another backend"
             out.append(Refusal("scheme.act_order", f"{role} with g_idx", "no act-order", fix))
