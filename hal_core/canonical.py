@@ -178,10 +178,10 @@ class QuantizedTensor:
         """Rows ``ids [M]`` of a matrix, copied; not for block granularity."""
         if self.scheme.granularity.block is not None:
             raise ShapeError("row gather", f"{self.scheme} has a two-dimensional scale grid", "dequantize the whole matrix")
-        n = self.shape[-2]
         parts = {name: t for name, t in self.tensors().items() if name in _ROW_TENSORS}
-        # a per-tensor scale has one row for all of N and stays as it is
-        parts = {name: t[ids] if t.shape[0] == n else t for name, t in parts.items()}
+        # a per-tensor scale has one row for all of N and stays as it is, also where N is one
+        whole = self.scheme.granularity.kind is GranularityKind.TENSOR
+        parts = {name: t if whole and name != "values" else t[ids] for name, t in parts.items()}
         return self._with(parts, (ids.numel(), self.shape[-1]))
 
     def codes(self) -> Tensor:
