@@ -36,6 +36,8 @@ def join_fields(codes: Tensor, bits: int) -> Tensor:
 
 def split_fields(data: Tensor, bits: int, count: int) -> Tensor:
     """Inverse of :func:`join_fields`: the first ``count`` codes of a stream, uint8 ``[.., count]``; missing bytes are 0."""
+    if not data.numel():  # strides of nothing cannot be viewed as wider words
+        return torch.zeros(*data.shape[:-1], count, dtype=torch.uint8, device=data.device)
     eights = -(-count // 8)
     stream = data[..., : eights * bits]
     if stream.shape[-1] < eights * bits:
