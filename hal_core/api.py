@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import threading
-import warnings
 from typing import TYPE_CHECKING, Any
 
-from hal_core.errors import ContractError, HalWarning
+from hal_core.errors import ContractError
 from hal_core.explain import Explanation, explain_from
 from hal_core.machine import Machine
+from hal_core.memo import SelectionMemo
+from hal_core.notes import tell
 from hal_core.policy import Policy, current_policy, use_policy
 from hal_core.probe import Probe, probe_from
 from hal_core.registry import BackendRow, default_registry
-from hal_core.select import candidates_from, select_from
+from hal_core.select import candidates_from
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,13 +30,20 @@ if TYPE_CHECKING:
 
 __all__ = ["backends", "candidates", "explain", "load", "open_checkpoint", "policy", "prepare", "probe", "refresh", "select"]
 
-_log = logging.getLogger("hal_core")
-_told: set[tuple[str, ...]] = set()
-_told_lock = threading.Lock()
+_memo = SelectionMemo()
 
 
-def probe() -> Probe:
-    """This machine and every installed backend with its verdict; creates no device context."""
+def probe(*, isolated: bool = False) -> Probe:
+    """This machine and every installed backend with its verdict; creates no device context.
+
+    Args:
+        isolated: import and try each backend in a process of its own instead of importing it here, so that one that
+            crashes or hangs is a row; results are remembered for the same wheel and drivers.
+    """
+    if isolated:
+        from hal_core.isolated import isolated_probe
+
+        return isolated_probe()
     return probe_from(Machine.detect(), default_registry().rows())
 
 
@@ -61,21 +67,25 @@ def candidates(spec: Spec, machine: Machine | None = None, policy: Policy | str 
     return candidates_from(spec, machine or Machine.detect(), current_policy(policy), registry.kernels(), registry.rows())
 
 
-def select(spec: Spec, machine: Machine | None = None, policy: Policy | str | None = None) -> Selection:
+def select(spec: Spec, machine: Machine | None = None, policy: Policy | str | None = None, *, layer: str | None = None) -> Selection:
     """The kernels that serve ``spec``; warns once where a preference was not met or only the reference could serve.
+
+    Equal questions are answered from memory. A distinct note is told once and counted after that (``hal_core.notes``).
 
     Args:
         spec: the problem, with shapes after sharding.
         machine: the machine to decide for; None for this one.
         policy: overrides the ``with hal.policy(..)`` block and ``HAL_POLICY``.
+        layer: name of the layer that asks, for messages.
 
     Raises:
         NoKernelError: nothing may serve it; the message gives every candidate's reasons.
         PolicyError: the policy does not parse, or requires what is not there.
     """
     registry = default_registry()
-    selection = select_from(spec, machine or Machine.detect(), current_policy(policy), registry.kernels(), registry.rows())
-    _tell(selection)
+    selection = _memo.select(spec, machine or Machine.detect(), current_policy(policy), registry.kernels(), registry.rows())
+    if selection.notes:
+        tell(selection, layer)
     return selection
 
 
@@ -85,13 +95,13 @@ def explain(spec: Spec, machine: Machine | None = None, policy: Policy | str | N
     return explain_from(spec, machine or Machine.detect(), current_policy(policy), registry.kernels(), registry.rows())
 
 
-def prepare(spec: Spec, weights: LinearWeights | MoEWeights, policy: Policy | str | None = None) -> Op:
+def prepare(spec: Spec, weights: LinearWeights | MoEWeights, policy: Policy | str | None = None, *, layer: str | None = None) -> Op:
     """Select a kernel on this machine, pack the canonical weights for it, and return the op, which carries its selection.
 
     Raises:
         NoKernelError, PolicyError: as :func:`select`. ShapeError: the weights do not fit the spec.
     """
-    selection = select(spec, policy=policy)
+    selection = select(spec, policy=policy, layer=layer)
     op: Any = default_registry().kernel(selection.kernel).prepare(spec, weights)
     op.selection = selection
     if len(selection.kernels) > 1 and not op.serves_intervals:
@@ -128,16 +138,3 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     from hal_core.hub import resolve_checkpoint
 
     return open_format(resolve_checkpoint(path))
-
-
-def _tell(selection: Selection) -> None:
-    """Warn of a selection's notes, the first time that they are made."""
-    if not selection.notes:
-        return
-    with _told_lock:
-        if selection.notes in _told:
-            return
-        _told.add(selection.notes)
-    for note in selection.notes:
-        _log.warning("%s", note)
-        warnings.warn(note, HalWarning, stacklevel=3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from enum import Enum
 
@@ -82,6 +83,13 @@ class FactMark:
     source: str = ""
 
 
+@functools.cache
+def _detect(level: str | None) -> Machine:
+    from hal_core.detect import detect
+
+    return detect(level, settings.device_masks())
+
+
 @dataclass(frozen=True)
 class Machine:
     """Facts only, so that a selection can be made for a machine that is not at hand.
@@ -115,13 +123,13 @@ class Machine:
 
     @classmethod
     def detect(cls) -> Machine:
-        """This machine, without creating a device context. Cached per value of ``HAL_CPU_ISA`` and of the masks that hide devices.
+        """This machine, without creating a device context. Cached per value of ``HAL_CPU_ISA``.
+
+        Masks that hide devices (``CUDA_VISIBLE_DEVICES`` ...) count as they are at the first call, as for the vendors' runtimes.
 
         Where AMX is present the operating system is asked for permission to use it, which lasts for the process.
         """
-        from hal_core.detect import detect
-
-        return detect(settings.cpu_isa(), settings.device_masks())
+        return _detect(settings.cpu_isa())
 
     @classmethod
     def from_json(cls, text: str) -> Machine:

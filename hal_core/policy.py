@@ -93,6 +93,14 @@ class Policy:
             fix = "use auto alone, prefer:NAME or require:NAME"
             raise PolicyError(f"policy {self.word!r}", "a name is missing" if not self.rules else "auto takes no name", fix)
 
+    def __hash__(self) -> int:
+        # Part of the key of every cached selection: computed once, the fields never change.
+        found: int | None = self.__dict__.get("_hash")
+        if found is None:
+            found = hash((self.word, self.rules))
+            object.__setattr__(self, "_hash", found)
+        return found
+
     @classmethod
     def parse(cls, text: str) -> Policy:
         """Read the text form.
@@ -160,6 +168,7 @@ class Policy:
         return PolicyError(f"policy {self}", f"{rule.name!r} matches no registered kernel or backend", fix)
 
 
+_AUTO = Policy()
 _CONTEXT: ContextVar[Policy | None] = ContextVar("hal_policy", default=None)
 
 
@@ -187,7 +196,7 @@ def current_policy(argument: Policy | str | None = None) -> Policy:
         return context
     text = settings.policy_text()
     if text is None:
-        return Policy()
+        return _AUTO
     try:
         return Policy.parse(text)
     except PolicyError as error:

@@ -132,7 +132,7 @@ class _Filler:
         """Read a planned op's weights, prepare it and put it in place of the module."""
         old = self._module(planned)
         try:
-            op = prepare(planned.spec, self._weights(planned), self.policy)
+            op = prepare(planned.spec, self._weights(planned), self.policy, layer=planned.module)
         except HalError as error:
             error.args = (f"layer {planned.module}: {error}",)
             raise

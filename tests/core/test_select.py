@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import os
 import random
+import threading
 import warnings
 from dataclasses import replace
 
@@ -14,10 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hal_core as hal
-from hal_core import api
+from hal_core import api, memo, notes
 from hal_core.errors import ContractError, HalWarning, NoKernelError, PolicyError
 from hal_core.kernel import ShapeLimit
 from hal_core.machine import Device, Machine
+from hal_core.memo import SelectionMemo
 from hal_core.numerics import ActivationQuant, Numerics
 from hal_core.policy import Policy
 from hal_core.refusal import Refusal
@@ -336,7 +338,10 @@ def process(monkeypatch):
     monkeypatch.delenv("HAL_POLICY", raising=False)
     monkeypatch.setattr(api, "default_registry", FakeRegistry)
     monkeypatch.setattr(Machine, "detect", lambda: MACHINE)
-    monkeypatch.setattr(api, "_told", set())
+    monkeypatch.setattr(api, "_memo", SelectionMemo())
+    notes.forget_notes()
+    yield
+    notes.forget_notes()
 
 
 def test_prefer_warns_once_with_all_reasons(process, caplog):
@@ -348,6 +353,7 @@ def test_prefer_warns_once_with_all_reasons(process, caplog):
     assert [warning.category for warning in caught] == [HalWarning, HalWarning]
     assert "cuda.marlin: [device.missing]" in str(caught[0].message)
     assert caught[0].filename == __file__
+    assert [note.count for note in notes.told_notes()] == [3, 1]
     assert [record.name for record in caplog.records] == ["hal_core", "hal_core"]
 
 
@@ -380,3 +386,58 @@ def test_an_op_that_runs_one_kernel_is_not_given_the_intervals_of_two(process, m
         hal.prepare(LINEAR, hal.LinearWeights(weight=None))
     made.serves_intervals = True
     assert hal.prepare(LINEAR, hal.LinearWeights(weight=None)).selection.kernels == ("cpu.few", "cpu.many")
+
+
+def test_a_note_names_the_layer_that_met_it_first_and_counts_the_others(process, caplog):
+    with pytest.warns(HalWarning, match="^layer model.layers.0.mlp: prefer:cuda cannot serve"):
+        hal.select(LINEAR, policy="prefer:cuda", layer="model.layers.0.mlp")
+    for index in range(1, 4):
+        hal.select(LINEAR, policy="prefer:cuda", layer=f"model.layers.{index}.mlp")
+    assert len(caplog.records) == 1
+    (note,) = notes.told_notes()
+    assert (note.layer, note.count) == ("model.layers.0.mlp", 4)
+    assert str(note).startswith("model.layers.0.mlp (and 3 more): prefer:cuda cannot serve")
+
+
+def test_an_equal_question_is_answered_from_memory_until_the_registry_changes(process, monkeypatch):
+    asked = []
+    monkeypatch.setattr(memo, "select_from", lambda spec, *rest: asked.append(spec) or select_from(spec, *rest))
+    first = hal.select(LINEAR)
+    assert hal.select(replace(LINEAR)) is first
+    assert asked == [LINEAR]
+    others = (lambda: hal.select(LINEAR, policy="require:cpu.slow"), lambda: hal.select(LINEAR, replace(MACHINE, isa=("avx2",))))
+    assert all(ask() is not first for ask in others)
+    assert len(asked) == 3
+    fewer = KERNELS[1:]
+    monkeypatch.setattr(api, "default_registry", lambda: FakeRegistry(fewer, ROWS))
+    assert hal.select(LINEAR) is not first
+    assert len(asked) == 4
+
+
+def test_errors_are_not_kept_and_memory_is_bounded(process):
+    kept = SelectionMemo(most=3)
+    for _ in range(2):
+        with pytest.raises(NoKernelError):
+            kept.select(LINEAR, MACHINE, Policy.parse("require:cuda"), KERNELS, ROWS)
+    assert len(kept) == 0
+    for n in range(1, 9):
+        spec = replace(LINEAR, n=n * 32)
+        assert kept.select(spec, MACHINE, Policy(), KERNELS, ROWS) == select_from(spec, MACHINE, Policy(), KERNELS, ROWS)
+    assert len(kept) <= 3
+
+
+def test_threads_that_ask_at_once_get_equal_answers(process):
+    kept, found = SelectionMemo(), []
+    threads = [
+        threading.Thread(
+            target=lambda: found.extend(kept.select(replace(LINEAR, n=n * 32), MACHINE, Policy(), KERNELS, ROWS) for n in range(1, 30))
+        )
+        for _ in range(6)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 6 * 29
+    assert len({selection.spec for selection in found}) == 29
+    assert all(selection == select_from(selection.spec, MACHINE, Policy(), KERNELS, ROWS) for selection in found)
