@@ -97,7 +97,13 @@ def dequantized_rows(checkpoint: Checkpoint, entry: Entry) -> Iterator[Tensor]:
     """A parameter's float32 values, contiguous, a bounded number of rows at a time."""
     if entry.quantized:
         weight = checkpoint.read(entry.name)
-        step = max(1, _CHUNK // weight.shape[-1])
+        if entry.fused:
+            for expert in range(weight.shape[0]):
+                yield weight.expert(expert).dequantize().T.contiguous()
+            return
+        block = weight.scheme.granularity.block
+        whole = 1 if block is None else block[0]  # rows of one block share their scales
+        step = max(1, _CHUNK // weight.shape[-1] // whole) * whole
         for start in range(0, weight.shape[0], step):
             yield weight.rows(start, min(start + step, weight.shape[0])).dequantize().contiguous()
         return

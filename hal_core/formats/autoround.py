@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+from hal_core.formats.autoround_floats import FLOAT_PACKINGS, element_rule
 from hal_core.formats.awq_tensors import AWQPacking
 from hal_core.formats.gptq_tensors import GPTQPacking
 from hal_core.formats.packing import Decision, Rule
@@ -33,8 +34,10 @@ class AutoRoundRules:
     def __init__(self, config: QuantConfig) -> None:
         self.config = config
         self.packing_format = self._packing_format()
-        self.packing, self._bits, self._minus_one = _PACKINGS[self.packing_format]
-        if config.integer("act_bits", 16) < 16:
+        if config.fields.get("rotation_config"):
+            raise config.error("rotation_config", "rotated weights are not served", "export the model without a rotation")
+        self.packing, self._bits, self._minus_one = _PACKINGS.get(self.packing_format, (GPTQPacking(), _BITS, False))
+        if self.packing_format in _PACKINGS and config.integer("act_bits", 16) < 16:
             raise config.error("act_bits", f"{config.fields['act_bits']} is not served for packing {self.packing_format}", "served: 16")
         self.base = self._rule(config)
         self._blocks = self._block_names()
@@ -50,8 +53,8 @@ class AutoRoundRules:
     def _packing_format(self) -> str:
         """Older files name a backend instead; those that are also packings mean the same."""
         name: str = self.config.text("packing_format", None) or self.config.text("backend", "auto_round")
-        if name not in _PACKINGS:
-            served = ", ".join(_PACKINGS)
+        if name not in _PACKINGS and name not in FLOAT_PACKINGS:
+            served = ", ".join((*_PACKINGS, *FLOAT_PACKINGS))
             raise self.config.error("packing_format", f"{name!r} is not served", f"served: {served}; export the model again in one of them")
         return name
 
@@ -68,7 +71,14 @@ class AutoRoundRules:
             return tuple(name.strip() for part in flat for name in part.split(","))
         return ()
 
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """Names of the tensors of quantized modules."""
+        return self.base.packing.suffixes
+
     def _rule(self, fields: QuantConfig) -> Rule:
+        if self.packing_format in FLOAT_PACKINGS:
+            return element_rule(fields, self.config, FLOAT_PACKINGS[self.packing_format])
         base = self.base if fields is not self.config else None
         kind = fields.text("data_type", "int")
         if kind != "int":

@@ -23,6 +23,8 @@ class Entry:
     """One parameter under its name in the published unquantized checkpoint, e.g. ``model.layers.0.mlp.up_proj.weight``.
 
     shape: logical shape (``[N, K]`` for a linear). nbytes: bytes it takes in the file, scales and zeros included.
+    fused: experts published as one parameter ``[E, K, N]``, of which ``read`` gives the canonical ``[E, N, K]``; where N holds gate
+    and up, even rows are gate and odd rows are up.
     """
 
     name: str
@@ -30,6 +32,7 @@ class Entry:
     scheme: WeightScheme
     nbytes: int
     activations: ActivationScheme | None = None
+    fused: bool = False
 
     @property
     def quantized(self) -> bool:

@@ -43,44 +43,71 @@ class FolderCheckpoint(Checkpoint):
         self._infos = store.infos
         self._plans: dict[str, Plan] = {}
         self._rules, self._suffixes = rules, suffixes
+        self._tails = tuple(suffix for suffix in suffixes if suffix.startswith("_"))
         self.entries: dict[str, Entry] = {}
         self._collect()
         check_layers(self.entries, config)
 
     def _collect(self) -> None:
+        owners = self._owners()
         modules: dict[str, dict[str, TensorInfo]] = {}
+        for name, (module, suffix) in owners.items():
+            modules.setdefault(module, {})[suffix] = self._infos[name]
         plain: dict[str, TensorInfo] = {}
         for name, info in self._infos.items():
-            module, _, suffix = name.rpartition(".")
-            if module and suffix in self._suffixes:
-                modules.setdefault(module, {})[suffix] = info
-        for name, info in self._infos.items():
-            module, _, suffix = name.rpartition(".")
-            if module in modules and suffix in self._suffixes:
-                if f"{module}.weight" not in self._plans:
+            if name in owners:
+                module = owners[name][0]
+                if modules[module]:
                     self._add_quantized(module, modules[module])
-            elif self._rules is None or suffix not in _CACHE_SCALES:
+                    modules[module] = {}
+            elif self._rules is None or name.rpartition(".")[2] not in _CACHE_SCALES:
                 plain[name] = info
                 self.entries[name] = self._plain_entry(name, info)
         blocks = {match[1] for match in map(_IN_BLOCKS.match, modules) if match}
         for name, info in plain.items():
-            self._check_plain(name, info, modules, blocks)
+            self._check_plain(name, info, blocks)
+
+    def _owners(self) -> dict[str, tuple[str, str]]:
+        """Module and suffix of every tensor of a quantized module. A ``weight`` is one when its type or its neighbours say so."""
+        owners: dict[str, tuple[str, str]] = {}
+        for name in self._infos:
+            module, _, suffix = name.rpartition(".")
+            tail = next((tail for tail in self._tails if name.endswith(tail)), None)
+            if module and suffix in self._suffixes and suffix != "weight":
+                owners[name] = module, suffix
+            elif tail is not None:
+                owners[name] = name[: -len(tail)], tail
+        if "weight" in self._suffixes:
+            for name, info in self._infos.items():
+                module, _, suffix = name.rpartition(".")
+                if module and suffix == "weight" and info.dtype not in _FLOATS:
+                    owners[name] = module, suffix
+        return owners
 
     def _add_quantized(self, module: str, parts: Mapping[str, TensorInfo]) -> None:
-        if f"{module}.weight" in self._infos:
+        if f"{module}.weight" in self._infos and "weight" not in parts:
             raise FormatError(f"tensor {module}.weight", f"stored beside {', '.join(sorted(parts))}", "a module has one or the other")
         assert self._rules is not None  # suffixes are empty without rules
         decision = self._rules.decide(module)
+        first = next(iter(parts.values()))
         if decision.quantized is False:
-            first = next(iter(parts.values()))
             raise FormatError(
                 f"tensor {first.name}", f"the config says module {module} is not quantized ({decision.reason})",
                 "correct the config, or store the module's plain weight",
             )  # fmt: skip
-        plan = decision.rule.packing.plan(module, parts, decision.rule)
-        name = f"{module}.weight"
+        packing = decision.rule.packing
+        foreign = next((info.name for suffix, info in parts.items() if suffix not in packing.suffixes), None)
+        if foreign is not None:
+            raise FormatError(
+                f"tensor {foreign}", f"the config says the module is {packing.name} ({decision.reason})", "correct the config"
+            )
+        plan = packing.plan(module, parts, decision.rule)
+        name = module if packing.fused else f"{module}.weight"
+        shape = (*plan.shape[:-2], plan.shape[-1], plan.shape[-2]) if packing.fused else plan.shape
+        if name in self.entries or (name in self._infos and "weight" not in parts):
+            raise FormatError(f"tensor {first.name}", f"parameter {name} is stored twice", "a parameter is plain or quantized")
         self._plans[name] = plan
-        self.entries[name] = Entry(name, plan.shape, plan.scheme, plan.nbytes, plan.rule.activations)
+        self.entries[name] = Entry(name, shape, plan.scheme, plan.nbytes, plan.rule.activations, fused=packing.fused)
 
     def _plain_entry(self, name: str, info: TensorInfo) -> Entry:
         if info.dtype not in _FLOATS:
@@ -94,7 +121,7 @@ class FolderCheckpoint(Checkpoint):
             )
         return Entry(name, info.shape, WeightScheme(_FLOATS[info.dtype]), info.nbytes)
 
-    def _check_plain(self, name: str, info: TensorInfo, modules: Mapping[str, Any], blocks: set[str]) -> None:
+    def _check_plain(self, name: str, info: TensorInfo, blocks: set[str]) -> None:
         """A plain weight where the config wants a quantized one. Only known linear layers can be told from other matrices."""
         module, _, suffix = name.rpartition(".")
         if self._rules is None or suffix != "weight" or len(info.shape) != 2:

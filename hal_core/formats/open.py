@@ -9,9 +9,10 @@ from hal_core.errors import FormatError
 from hal_core.formats.autoround import AutoRoundRules
 from hal_core.formats.awq import AWQRules
 from hal_core.formats.compressed_tensors import CompressedTensorsRules
-from hal_core.formats.ct_tensors import CTPackedPacking
 from hal_core.formats.files import read_json
 from hal_core.formats.folder import FolderCheckpoint
+from hal_core.formats.fp8 import FP8Rules
+from hal_core.formats.gpt_oss import GptOssRules
 from hal_core.formats.gptq import GPTQRules
 from hal_core.formats.quant_config import find_quant_config
 from hal_core.formats.tensor_store import open_store
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["open_checkpoint"]
 
-_METHODS = ("auto-round", "gptq", "awq", "compressed-tensors")
+_METHODS = ("auto-round", "gptq", "awq", "compressed-tensors", "fp8", "mxfp4")
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -83,7 +84,7 @@ def _rules(quant: QuantConfig) -> tuple[str, Rules, tuple[str, ...]]:
     """Name, rules and tensor suffixes of a quantization method."""
     if quant.method in ("auto-round", "intel/auto-round"):
         rules = AutoRoundRules(quant)
-        return rules.packing_format.replace("auto_round", "auto-round", 1), rules, rules.base.packing.suffixes
+        return rules.packing_format.replace("auto_round", "auto-round", 1), rules, rules.suffixes
     if quant.method == "gptq":
         gptq = GPTQRules(quant)
         return gptq.version, gptq, gptq.base.packing.suffixes
@@ -91,5 +92,12 @@ def _rules(quant: QuantConfig) -> tuple[str, Rules, tuple[str, ...]]:
         awq = AWQRules(quant)
         return f"awq:{awq.version}", awq, awq.base.packing.suffixes
     if quant.method == "compressed-tensors":
-        return "compressed-tensors", CompressedTensorsRules(quant), CTPackedPacking.suffixes
+        tensors = CompressedTensorsRules(quant)
+        return "compressed-tensors", tensors, tensors.suffixes
+    if quant.method == "fp8":
+        fp8 = FP8Rules(quant)
+        return "fp8", fp8, fp8.base.packing.suffixes
+    if quant.method == "mxfp4":
+        gpt_oss = GptOssRules(quant)
+        return "mxfp4", gpt_oss, gpt_oss.base.packing.suffixes
     raise quant.error("quant_method", f"{quant.method!r} is not served yet", f"served: {', '.join(_METHODS)}, and GGUF files")

@@ -35,7 +35,8 @@ class Rule:
 
     group: inputs that share a scale; -1 is all of them. symmetric: None when the configuration does not say, then the
     zero points are kept. zero_minus_one: the stored zero point is one less than the true one. act_order: ``g_idx``
-    counts. per_tensor: one scale for the whole matrix.
+    counts. per_tensor: one scale for the whole matrix. element: the element type where it is no plain integer. block: rows
+    of N and columns of K that share a scale. by_shape: the scales' own shape says whether they are per tensor or channel.
     """
 
     packing: Packing
@@ -46,6 +47,9 @@ class Rule:
     act_order: bool = False
     activations: ActivationScheme | None = None
     per_tensor: bool = False
+    element: str = ""
+    block: tuple[int, int] | None = None
+    by_shape: bool = False
 
     def scheme(self, k: int) -> WeightScheme:
         """The canonical scheme of a weight with K inputs.
@@ -55,8 +59,10 @@ class Rule:
         granularity = Granularity.channel() if self.group == -1 else Granularity.groups(min(self.group, k))
         if self.per_tensor:
             granularity = Granularity.tensor()
+        if self.block is not None:
+            granularity = Granularity.groups(self.block[1]) if self.block[0] == 1 else Granularity.blocks(*self.block)
         zero = ZeroKind.NONE if self.symmetric else ZeroKind.INTEGER
-        return WeightScheme(f"int{self.bits}", granularity, zero, self.act_order and 0 < self.group < k)
+        return WeightScheme(self.element or f"int{self.bits}", granularity, zero, self.act_order and 0 < self.group < k)
 
 
 @dataclass(frozen=True)
@@ -81,12 +87,12 @@ class Rules(Protocol):
 
 @dataclass(frozen=True)
 class Plan:
-    """One quantized module: its rule, its tensors by suffix, and what they hold."""
+    """One quantized module: its rule, its tensors by suffix, and the canonical shape and scheme of what they hold."""
 
     module: str
     rule: Rule
     parts: Mapping[str, TensorInfo]
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     scheme: WeightScheme
 
     @property
@@ -99,8 +105,10 @@ class Packing(ABC):
 
     #: Name in messages and in the layout registry.
     name: str
-    #: Suffixes of a module's tensors, beside ``bias``.
+    #: Suffixes of a module's tensors, beside ``bias``. One that begins with ``_`` follows the name without a dot.
     suffixes: tuple[str, ...]
+    #: Fused experts: the published parameter is called like the module, and ``[E, K, N]`` with rows of gate and up in turn.
+    fused: bool = False
 
     @abstractmethod
     def plan(self, module: str, parts: Mapping[str, TensorInfo], rule: Rule) -> Plan:

@@ -13,7 +13,24 @@ __all__ = ["EVERY_ROW_SCHEME", "EVERY_SCHEME", "OUTPUT_ROUNDING"]
 OUTPUT_ROUNDING = 4e-3
 
 EVERY_SCHEME = SchemeSet(
-    dtypes=("int2", "int3", "int4", "int5", "int6", "int7", "int8", "iq4_nl", "mxfp4", "fp8_e4m3", "fp8_e5m2", "bf16", "fp16", "fp32"),
+    dtypes=(
+        "int2",
+        "int3",
+        "int4",
+        "int5",
+        "int6",
+        "int7",
+        "int8",
+        "iq4_nl",
+        "mxfp4",
+        "nvfp4",
+        "mxfp8",
+        "fp8_e4m3",
+        "fp8_e5m2",
+        "bf16",
+        "fp16",
+        "fp32",
+    ),
     granularities=tuple(kind for kind in GranularityKind if kind is not GranularityKind.TOKEN),
     zeros=tuple(ZeroKind),
     act_order=True,

@@ -81,7 +81,7 @@ class CanonicalWeight(nn.Module):
         return self._canonical(part, self.get_buffer("values")[index]) if self.streamed else part
 
     def rows(self, start: int, stop: int) -> QuantizedTensor:
-        """Rows ``start:stop`` of a matrix without a two-dimensional scale grid."""
+        """Rows ``start:stop`` of a matrix; in a two-dimensional scale grid ``start`` is the first of a block."""
         part = self._outline().rows(start, stop)
         return self._canonical(part, self.get_buffer("values")[start:stop]) if self.streamed else part
 
@@ -103,7 +103,9 @@ class CanonicalWeight(nn.Module):
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """Row slices of a matrix ``[N, K]`` with their float32 weights, a bounded amount at a time."""
         n, k = self.shape[-2:]
-        step = n if self.scheme.granularity.block is not None else max(1, _BLOCK_BYTES // (4 * k))
+        block = self.scheme.granularity.block
+        whole = 1 if block is None else block[0]  # rows of one block share their scales
+        step = max(1, _BLOCK_BYTES // (4 * k) // whole) * whole
         for start in range(0, n, step):
             stop = min(start + step, n)
             part = self.tensor() if step >= n else self.rows(start, stop)

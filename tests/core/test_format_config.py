@@ -148,7 +148,7 @@ def test_autoround_a_block_name_covers_what_is_below_it_and_not_its_neighbours(t
 
 @pytest.mark.parametrize(
     "fields",
-    [{"packing_format": "auto_round:llm_compressor"}, {"packing_format": "auto_round:exllamav9"}, {"data_type": "mx_fp"}, {"act_bits": 8}],
+    [{"packing_format": "auto_round:mlx"}, {"packing_format": "auto_round:exllamav9"}, {"data_type": "mx_fp"}, {"act_bits": 8}],
 )
 def test_unserved_autoround_forms(tmp_path, fields):
     with pytest.raises(FormatError, match=next(iter(fields))):
