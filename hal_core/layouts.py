@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from hal_core.errors import FormatError
 from hal_core.formats.awq_tensors import AWQGemvPacking, AWQPacking
-from hal_core.formats.ct_tensors import CTPackedPacking
+from hal_core.formats.ct_tensors import CTPackedPacking, CTTensPacking
 from hal_core.formats.gguf_blocks import QUANTIZED, block_scheme, block_size, pack_blocks, unpack_blocks
 from hal_core.formats.gptq_tensors import GPTQPacking
 from hal_core.formats.packing import Plan, Rule
@@ -141,6 +141,7 @@ LAYOUTS: Mapping[str, Layout] = {
         IntegerLayout("awq:gemm", AWQPacking(), bits=(4,), act_order=False, whole_words_k=False),
         IntegerLayout("awq:gemv", AWQGemvPacking(), bits=(4,), act_order=False, whole_words_n=False),
         IntegerLayout("compressed-tensors:pack-quantized", CTPackedPacking(), per_tensor=True, whole_words_n=False, whole_words_k=False),
+        IntegerLayout(CTTensPacking.name, CTTensPacking(), bits=(3,), per_tensor=True, whole_words_n=False, whole_words_k=False),
         *(BlockLayout(f"gguf:{kind}", kind) for kind in QUANTIZED),
     )
 }

@@ -80,6 +80,10 @@ KINDS: dict[str, tuple[str, str, dict]] = {
     "ct": ("compressed-tensors:pack-quantized", "int4:g32", _ct()),
     "ct_asym": ("compressed-tensors:pack-quantized", "int4:g32:zero", _ct(symmetric=False)),
     "ct_act_order": ("compressed-tensors:pack-quantized", "int4:g32:zero:act_order", _ct(symmetric=False, actorder="group")),
+    "ct_2bit": ("compressed-tensors:pack-quantized", "int2:g32", _ct(num_bits=2)),
+    "ct_3bit": ("compressed-tensors:pack-quantized", "int3:g32", _ct(num_bits=3)),
+    "ct_3bit_asym": ("compressed-tensors:pack-quantized", "int3:g32:zero", _ct(num_bits=3, symmetric=False)),
+    "ct_3bit_tens": ("compressed-tensors:pack-quantized:10", "int3:g32:zero", _ct(num_bits=3, symmetric=False)),
     "ct_8bit_channel": ("compressed-tensors:pack-quantized", "int8:channel", _ct(num_bits=8, strategy="channel", group_size=None)),
 }
 
@@ -155,6 +159,10 @@ def _stream(words: list[int], index: int, bits: int) -> int:
     return whole >> (index * bits) & ((1 << bits) - 1)
 
 
+def _tens(words: list[int], index: int, bits: int) -> int:
+    return _bits(words[index // 10], index % 10 * bits, bits)
+
+
 def _gptq_zeros(row: list[int], bits: int, minus_one: bool, count: int) -> list[int]:
     if not minus_one:
         return [_stream(row, i, bits) for i in range(count)]
@@ -211,10 +219,12 @@ def slow_ct(get, bits: int, group: int, symmetric: bool) -> torch.Tensor:
     size = k if group == -1 else group
     order = get("weight_g_idx").tolist() if get("weight_g_idx") is not None else [index // size for index in range(k)]
     columns = None if symmetric else get("weight_zero_point").t().tolist()
+    tens = bits == 3 and len(packed[0]) == -(-k // 10) != -(-k * 3 // 32)
+    field = _tens if tens else _stream
     out = torch.empty(n, k)
     for row in range(n):
-        zeros = [half] * scales.shape[1] if columns is None else [_stream(column, row, bits) for column in columns]
-        codes = [_stream(packed[row], i, bits) - zeros[order[i]] for i in range(k)]
+        zeros = [half] * scales.shape[1] if columns is None else [field(column, row, bits) for column in columns]
+        codes = [field(packed[row], i, bits) - zeros[order[i]] for i in range(k)]
         out[row] = torch.tensor(codes, dtype=torch.float32) * scales[row, order]
     return out
 

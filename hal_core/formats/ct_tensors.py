@@ -3,6 +3,9 @@
 ``weight_packed`` int32 ``[N, ceil(K*b/32)]``, ``weight_shape`` int64 ``[2]``, ``weight_scale`` float ``[N, G]``,
 ``weight_zero_point`` int32 ``[ceil(N*b/32), G]`` (asymmetric), ``weight_g_idx`` int32 ``[K]`` (activation order by group).
 A signed code q is stored as ``q + 2**(b-1)``, and so is a zero point: the two offsets cancel in ``(q - zero) * scale``.
+
+Codes are one bit stream along their dimension. Before 0.20 the tool put whole fields into each word, so that 3-bit codes came
+ten to a word; nothing in the file says which, but the width of ``weight_packed`` does.
 """
 
 from __future__ import annotations
@@ -11,10 +14,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.functional import pad
 
-from hal_core.canonical import QuantizedTensor
+from hal_core.canonical import QuantizedTensor, unpack_nibbles
 from hal_core.errors import FormatError
-from hal_core.formats.bitstream import canonical_codes, pack_fields, signed_storage, stored_codes, unpack_fields, unsigned_storage
+from hal_core.fields import split_last
+from hal_core.formats.bitstream import canonical_codes, pack_fields, signed_storage, unpack_fields, unsigned_storage
 from hal_core.formats.gptq_tensors import group_count
 from hal_core.formats.packing import Packing, Plan, check_scales, expect, expect_float, expect_part
 
@@ -26,21 +31,39 @@ if TYPE_CHECKING:
     from hal_core.formats.packing import Rule
     from hal_core.formats.safetensors_file import TensorInfo
 
-__all__ = ["CTPackedPacking"]
+__all__ = ["CTPackedPacking", "CTTensPacking"]
 
 
 class CTPackedPacking(Packing):
-    """The layout above, for 2, 3, 4 and 8 bits."""
+    """The layout above, for 2, 3, 4 and 8 bits, as a bit stream."""
 
     name = "compressed-tensors:pack-quantized"
     suffixes = ("weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "weight_g_idx")
+
+    def words(self, count: int, bits: int) -> int:
+        """Words that ``count`` codes take."""
+        return -(-count * bits // 32)
+
+    def codes(self, words: Tensor, bits: int, k: int) -> Tensor:
+        """Canonical unsigned storage of packed codes."""
+        return canonical_codes(words, bits, k)
+
+    def fields(self, words: Tensor, bits: int, count: int) -> Tensor:
+        """A byte for each packed code."""
+        return unpack_fields(words, bits, count)
+
+    def stored(self, codes: Tensor, bits: int) -> Tensor:
+        """Inverse of :meth:`fields`."""
+        return pack_fields(codes, bits)
 
     def plan(self, module: str, parts: Mapping[str, TensorInfo], rule: Rule) -> Plan:
         packed, scale = expect_part(module, parts, "weight_packed"), expect_part(module, parts, "weight_scale")
         n, k = _logical_shape(module, parts, rule.bits)
         groups = group_count(k, rule.group)
         why = f"{rule.bits} bits, group size {rule.group}, K={k}, N={n}"
-        expect(packed, "I32", (n, -(-k * rule.bits // 32)), why)
+        if packed.shape[1] != self.words(k, rule.bits) and packed.shape[1] == CTTensPacking().words(k, rule.bits):
+            return CTTensPacking().plan(module, parts, replace(rule, packing=CTTensPacking()))
+        expect(packed, "I32", (n, self.words(k, rule.bits)), why)
         expect_float(scale, (1,) if rule.per_tensor else (n, groups), why)
         self._plan_zeros(module, parts, rule, (n, groups), why)
         if "weight_g_idx" in parts:
@@ -63,7 +86,7 @@ class CTPackedPacking(Packing):
             raise FormatError(
                 f"tensor {module}.weight_zero_point", "one zero point for a whole matrix is not served", "served: channel, group"
             )
-        expect(expect_part(module, parts, "weight_zero_point"), "I32", (-(-grid[0] * rule.bits // 32), grid[1]), why)
+        expect(expect_part(module, parts, "weight_zero_point"), "I32", (self.words(grid[0], rule.bits), grid[1]), why)
 
     def unpack(self, tensors: Mapping[str, Tensor], plan: Plan) -> QuantizedTensor:
         (n, k), bits, module = plan.shape, plan.rule.bits, plan.module
@@ -73,10 +96,10 @@ class CTPackedPacking(Packing):
         if g_idx is not None:
             _check_index(g_idx, scales.shape[1], f"{module}.weight_g_idx")
             g_idx = g_idx if plan.scheme.act_order else None
-        values = canonical_codes(tensors["weight_packed"], bits, k)
+        values = self.codes(tensors["weight_packed"], bits, k)
         if plan.rule.symmetric:
             return QuantizedTensor(plan.scheme, plan.shape, signed_storage(values, bits, k), scales, g_idx=g_idx)
-        zeros = unpack_fields(tensors["weight_zero_point"].t(), bits, n).t().contiguous()
+        zeros = self.fields(tensors["weight_zero_point"].t(), bits, n).t().contiguous()
         return QuantizedTensor(plan.scheme, plan.shape, values, scales, zeros=zeros, g_idx=g_idx)
 
     def pack(self, weight: QuantizedTensor, rule: Rule) -> dict[str, Tensor]:
@@ -84,13 +107,34 @@ class CTPackedPacking(Packing):
         assert weight.scales is not None  # integer schemes have scales
         values = weight.values if weight.zeros is not None else unsigned_storage(weight.values, bits, k)
         tensors = {
-            "weight_packed": stored_codes(values, bits, k),
+            "weight_packed": self.stored(unpack_nibbles(values, k) if bits == 4 else values, bits),
             "weight_shape": torch.tensor([n, k], dtype=torch.int64),
             "weight_scale": weight.scales.view(1) if rule.per_tensor else weight.scales.clone(),
         }
         if weight.zeros is not None:
-            tensors["weight_zero_point"] = pack_fields(weight.zeros.t().contiguous(), bits).t().contiguous()
+            tensors["weight_zero_point"] = self.stored(weight.zeros.t().contiguous(), bits).t().contiguous()
         return tensors if weight.g_idx is None else {**tensors, "weight_g_idx": weight.g_idx.clone()}
+
+
+class CTTensPacking(CTPackedPacking):
+    """3 bits in the older layout: ten codes from the lowest bit of each word up."""
+
+    name = "compressed-tensors:pack-quantized:10"
+
+    def words(self, count: int, bits: int) -> int:
+        return -(-count // 10) if bits == 3 else super().words(count, bits)
+
+    def codes(self, words: Tensor, bits: int, k: int) -> Tensor:
+        return self.fields(words, bits, k)
+
+    def fields(self, words: Tensor, bits: int, count: int) -> Tensor:
+        shifts = torch.arange(0, 10 * bits, bits, dtype=torch.int32)
+        return ((words.unsqueeze(-1) >> shifts) & 7).to(torch.uint8).flatten(-2)[..., :count].contiguous()
+
+    def stored(self, codes: Tensor, bits: int) -> Tensor:
+        shifts = torch.arange(0, 10 * bits, bits, dtype=torch.int32)
+        tens = split_last(pad(codes, (0, -codes.shape[-1] % 10)), -1, 10)
+        return (tens.to(torch.int32) << shifts).sum(-1, dtype=torch.int32)
 
 
 def _logical_shape(module: str, parts: Mapping[str, TensorInfo], bits: int) -> tuple[int, int]:
@@ -101,11 +145,9 @@ def _logical_shape(module: str, parts: Mapping[str, TensorInfo], bits: int) -> t
     info = expect_part(module, parts, "weight_shape")
     expect(info, "I64", (2,), "rows and columns of the weight")
     n, k = info.read().tolist()
-    width = packed.shape[1]
-    if n != packed.shape[0] or not (width - 1) * 32 < k * bits <= width * 32:
+    widths = {packing.words(max(k, 1), bits) for packing in (CTPackedPacking(), CTTensPacking())}
+    if k <= 0 or n != packed.shape[0] or packed.shape[1] not in widths:
         fix = "file and config do not belong together"
-        if bits == 3 and width == -(-k // 10):
-            fix = "ten codes a word, an older tool's layout, is not served: save the model again with compressed-tensors 0.20 or later"
         raise FormatError(f"tensor {info.name}", f"[{n}, {k}] at {bits} bits does not fit weight_packed {list(packed.shape)}", fix)
     return n, k
 
