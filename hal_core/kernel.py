@@ -177,11 +177,15 @@ class Kernel(ABC, Generic[S]):
         return (
             *self._device_refusals(machine),
             *self._scheme_refusals(spec),
-            *outside(spec.numerics, self.numerics, spec.dtype),
+            *outside(spec.numerics, self.computes(spec), spec.dtype),
             *self._dtype_refusals(spec),
             *self._epilogue_refusals(spec),
             *(reason for limit in self.limits for reason in limit.refusals(spec)),
         )
+
+    def computes(self, spec: S) -> Numerics:
+        """``numerics``, unless it depends on the spec what the kernel does to activations. Pure, like ``refusals``."""
+        return self.numerics
 
     def rank(self, spec: S, machine: Machine) -> int:
         """``priority``, unless the kernel knows that it is faster or slower on this machine. Pure, like ``refusals``."""

@@ -22,16 +22,26 @@ _CONTAINS = {"fp32": ("fp32", "tf32", "fp16", "bf16"), "tf32": ("tf32", "fp16", 
 
 @dataclass(frozen=True, order=True)
 class ActivationQuant:
-    """One way of quantizing activations: an element dtype and over what one scale holds (``str`` of a Granularity)."""
+    """One way of quantizing activations: an element dtype and over what one scale holds (``str`` of a Granularity).
+
+    dynamic: scales are found in the call. symmetric: there is no zero point.
+    """
 
     dtype: str
     granularity: str
+    dynamic: bool = True
+    symmetric: bool = True
+
+    @classmethod
+    def of(cls, scheme: ActivationScheme) -> ActivationQuant:
+        """What a checkpoint's scheme says."""
+        return cls(scheme.dtype, str(scheme.granularity), scheme.dynamic, scheme.symmetric)
 
     def __post_init__(self) -> None:
         Granularity.parse(self.granularity)
 
     def __str__(self) -> str:
-        return f"{self.dtype}:{self.granularity}"
+        return f"{self.dtype}:{self.granularity}" + ("" if self.dynamic else ":static") + ("" if self.symmetric else ":asym")
 
 
 @dataclass(frozen=True)
@@ -145,7 +155,7 @@ def numerics_from_word(word: str, checkpoint: ActivationScheme | None = None, gr
     if word == "checkpoint":
         if checkpoint is None:
             return _WORDS["exact"]
-        return Numerics(activations=(ActivationQuant(checkpoint.dtype, str(checkpoint.granularity)),))
+        return Numerics(activations=(ActivationQuant.of(checkpoint),))
     if word not in _WORDS:
         raise ValueDecodeError(f"numerics {word!r}", "unknown", f"use checkpoint, {', '.join(_WORDS)}")
     request = _WORDS[word]

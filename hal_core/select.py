@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from hal_core.machine import Machine
+    from hal_core.numerics import Numerics
     from hal_core.policy import Binding, Policy
     from hal_core.registry import BackendRow, RegisteredKernel
     from hal_core.spec import Spec
@@ -70,6 +71,7 @@ def select_from(
         raise _no_kernel(spec, policy, decision)
     by_name = {k.name: k.kernel for k in kernels}
     chosen = [by_name[name] for name in plan.names]
+    numerics = combined([kernel.computes(spec) for kernel in chosen])
     unmatched = policy.unmatched(_ops_of(kernels), _unloaded(kernels, rows)) if policy.word == "prefer" else ()
     return Selection(
         spec=spec,
@@ -77,10 +79,10 @@ def select_from(
         layout=plan.layout,
         intervals=plan.intervals,
         candidates=decision.candidates,
-        numerics=combined([kernel.numerics for kernel in chosen]),
+        numerics=numerics,
         transforms=tuple(dict.fromkeys(t for kernel in chosen for t in kernel.transforms(spec))),
         padding=tuple(dict.fromkeys(p for kernel in chosen for p in kernel.padding(spec))),
-        notes=(*unmatched, *_notes(spec, decision)),
+        notes=(*unmatched, *_notes(spec, decision, numerics)),
     )
 
 
@@ -218,7 +220,7 @@ def _listed(candidates: Iterable[Candidate]) -> str:
     return "".join(f"\n  {c.kernel}: {reason}" for c in candidates for reason in c.refusals)
 
 
-def _notes(spec: Spec, decision: _Decision) -> tuple[str, ...]:
+def _notes(spec: Spec, decision: _Decision, numerics: Numerics) -> tuple[str, ...]:
     """What the user should be told: a preference not met, or nothing faster than the reference."""
     binding, names = decision.binding, ", ".join(decision.plan.names)
     slow = names.startswith(f"{_LAST}.") and (binding.word == "auto" or decision.fallen)
@@ -227,7 +229,8 @@ def _notes(spec: Spec, decision: _Decision) -> tuple[str, ...]:
         return (f"{binding} cannot serve {spec}, so {names} does:{why or ' it has no kernel for this op'}",)
     if slow:
         why = _listed(decision.candidates) or f" no other backend is installed; {_INSTALL}"
-        return (f"{spec} runs on {names}, which is exact and slow:{why}",)
+        does = "is exact" if numerics.exact else f"computes with inputs {', '.join(map(str, numerics.activations))}"
+        return (f"{spec} runs on {names}, which {does} and is slow:{why}",)
     return ()
 
 

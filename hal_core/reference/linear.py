@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hal_core.dtypes import torch_dtype
 from hal_core.errors import ShapeError
 from hal_core.kernel import EmbeddingKernel, LinearEpilogue, LinearKernel, LinearWeights
-from hal_core.numerics import Numerics
+from hal_core.numerics import ActivationQuant, Numerics
 from hal_core.ops import QuantEmbedding, QuantLinear
+from hal_core.reference.inputs import check_inputs, input_quantizer
 from hal_core.reference.schemes import EVERY_ROW_SCHEME, EVERY_SCHEME, OUTPUT_ROUNDING
 from hal_core.reference.weights import CanonicalWeight
 
@@ -44,7 +46,7 @@ def _deliver(y: Tensor, out: Tensor | None, asked: str) -> Tensor:
 
 
 class ReferenceLinearOp(QuantLinear):
-    """``y = x @ w.T + bias`` in float32, rounded once."""
+    """``y = x @ w.T + bias`` in float32, rounded once; ``x`` is quantized first where checkpoint and request say so."""
 
     def __init__(self, spec: LinearSpec, weights: LinearWeights) -> None:
         super().__init__()
@@ -53,11 +55,16 @@ class ReferenceLinearOp(QuantLinear):
             found = "none" if weights.bias is None else str(list(weights.bias.shape))
             raise ShapeError("linear bias", found, f"the spec says bias={spec.bias}, n={spec.n}")
         self.spec = spec
+        self.quantizer = input_quantizer(spec)
+        check_inputs(self.quantizer, weights.weight, "linear")
         self.weight = CanonicalWeight(weights.weight)
         self.register_buffer("bias", weights.bias)
 
     def compute(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        y = self.weight.multiply(_checked(x, self.spec.k, "linear"))
+        rows = _checked(x, self.spec.k, "linear")
+        if self.quantizer is not None and rows.numel():
+            rows = self.quantizer(rows, *self.weight.input_numbers())
+        y = self.weight.multiply(rows)
         bias = self._buffers["bias"]
         if bias is not None:
             y += bias.float()
@@ -88,6 +95,10 @@ class ReferenceLinear(LinearKernel):
     layout = "canonical"
     error_bound = OUTPUT_ROUNDING
     priority = 0
+
+    def computes(self, spec: LinearSpec) -> Numerics:
+        quantizer = input_quantizer(spec)
+        return self.numerics if quantizer is None else replace(self.numerics, activations=(ActivationQuant.of(quantizer.scheme),))
 
     def prepare(self, spec: LinearSpec, weights: LinearWeights) -> ReferenceLinearOp:
         return ReferenceLinearOp(spec, weights)

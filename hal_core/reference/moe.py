@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,9 +10,10 @@ import torch
 from hal_core.dtypes import torch_dtype
 from hal_core.errors import ShapeError
 from hal_core.kernel import MoEEpilogue, MoEKernel, MoEWeights
-from hal_core.numerics import Numerics
+from hal_core.numerics import ActivationQuant, Numerics
 from hal_core.ops import MoEExperts, Routed
 from hal_core.reference.activations import activate
+from hal_core.reference.inputs import check_inputs, input_quantizer
 from hal_core.reference.linear import check_weight
 from hal_core.reference.schemes import EVERY_SCHEME, OUTPUT_ROUNDING
 from hal_core.reference.weights import CanonicalWeight
@@ -81,8 +83,11 @@ class ReferenceMoEOp(MoEExperts):
         super().__init__()
         check_moe_weights(spec, weights)
         self.spec = spec
+        self.quantizer = input_quantizer(spec)
         names = [name for name in ("gate", "up", "down") if getattr(weights, name) is not None]
         self.matrices = torch.nn.ModuleDict({name: CanonicalWeight(getattr(weights, name)) for name in names})
+        for name in names:
+            check_inputs(self.quantizer, getattr(weights, name), name)
         for name in ("gate_bias", "up_bias", "down_bias"):
             self.register_buffer(name, getattr(weights, name))
 
@@ -132,6 +137,8 @@ class ReferenceMoEOp(MoEExperts):
 
     def _matrix(self, name: str, index: int, rows: Tensor) -> Tensor:
         weight: CanonicalWeight = self.matrices[name]  # type: ignore[assignment]
+        if self.quantizer is not None and rows.numel():
+            rows = self.quantizer(rows, *weight.input_numbers(index))
         y = rows @ weight.expert(index).dequantize().T
         bias = getattr(self, f"{name}_bias")
         return y if bias is None else y + bias[index].float()
@@ -169,6 +176,10 @@ class ReferenceMoE(MoEKernel):
     layout = "canonical"
     error_bound = OUTPUT_ROUNDING
     priority = 0
+
+    def computes(self, spec: MoESpec) -> Numerics:
+        quantizer = input_quantizer(spec)
+        return self.numerics if quantizer is None else replace(self.numerics, activations=(ActivationQuant.of(quantizer.scheme),))
 
     def prepare(self, spec: MoESpec, weights: MoEWeights) -> ReferenceMoEOp:
         return ReferenceMoEOp(spec, weights)

@@ -90,6 +90,11 @@ class CanonicalWeight(nn.Module):
         part = self._outline().gather_rows(ids)
         return self._canonical(part, self.get_buffer("values")[ids]) if self.streamed else part
 
+    def input_numbers(self, index: int | None = None) -> tuple[Tensor | None, Tensor | None]:
+        """Static scale and zero point of the inputs, ``[]``, where the weight has them; of one matrix of a stack."""
+        found = (self._buffers.get("input_scale"), self._buffers.get("input_zero"))
+        return found if index is None else (None if found[0] is None else found[0][index], None if found[1] is None else found[1][index])
+
     def update(self, weight: QuantizedTensor) -> None:
         """Copy another weight of the same scheme and shape into the same storage."""
         if (weight.scheme, weight.shape) != (self.scheme, self.shape):

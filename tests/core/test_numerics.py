@@ -63,7 +63,7 @@ def test_words_of_the_command_line():
     assert numerics_from_word("exact") == Numerics()
     assert numerics_from_word("checkpoint") == Numerics()
     scheme = ActivationScheme("int8", Granularity.tensor(), dynamic=False)
-    assert numerics_from_word("checkpoint", scheme).activations == (ActivationQuant("int8", "tensor"),)
+    assert numerics_from_word("checkpoint", scheme).activations == (ActivationQuant("int8", "tensor", dynamic=False),)
     assert ActivationQuant("int8", "g32") in numerics_from_word("int8", group=32).activations
     assert numerics_from_word("int8:rescaled").weights == "rescaled"
     with pytest.raises(ValueDecodeError, match="numerics 'fast'"):
