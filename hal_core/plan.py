@@ -10,12 +10,13 @@ import torch
 
 from hal_core.dtypes import dtype_word, torch_dtype
 from hal_core.errors import FormatError
+from hal_core.fused_experts import fused_activation, fused_members, fused_roles
 from hal_core.numerics import Numerics, numerics_from_word
 from hal_core.spec import Activation, EmbeddingSpec, LinearSpec, MoESpec
 from hal_core.widen import common_scheme
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
     from typing import Any
 
     from hal_core.formats.base import Checkpoint, Entry
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
 
 __all__ = ["PlannedOp", "checkpoint_dtype", "plan_checkpoint"]
 
-_EXPERT = re.compile(r"(?P<block>.+\.experts)\.(?P<index>\d+)\.(?P<role>gate_proj|up_proj|down_proj)\.weight")
+_EXPERT = re.compile(r"(?P<block>.+\.experts)\.(?P<index>\d+)\.(?P<role>gate_proj|up_proj|down_proj|w[123])\.weight")
+#: Mixtral's names.
+_ROLES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _EMBEDDING = re.compile(r"(.+\.)?embed_tokens\.weight")
 _HIDDEN_ACTS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 
@@ -58,12 +61,18 @@ def plan_checkpoint(checkpoint: Checkpoint, dtype: str, numerics: str = "checkpo
     """
     entries = checkpoint.entries
     experts: dict[str, dict[str, dict[int, Entry]]] = {}
+    fused: dict[str, dict[str, Entry]] = {}
     planned: dict[str, PlannedOp | None] = {}
     for name, entry in entries.items():
         match = _EXPERT.fullmatch(name)
         if match and entry.quantized:
             planned.setdefault(match["block"], None)
-            experts.setdefault(match["block"], {}).setdefault(match["role"], {})[int(match["index"])] = entry
+            role = _ROLES.get(match["role"], match["role"])
+            experts.setdefault(match["block"], {}).setdefault(role, {})[int(match["index"])] = entry
+        elif entry.quantized and entry.fused:
+            block, _, last = name.rpartition(".")
+            planned.setdefault(block, None)
+            fused.setdefault(block, {})[last] = entry
         elif entry.quantized and name.endswith(".weight") and len(entry.shape) == 2:
             module = name.removesuffix(".weight")
             planned[module] = _plan_matrix(checkpoint, module, entry, dtype, numerics)
@@ -71,6 +80,8 @@ def plan_checkpoint(checkpoint: Checkpoint, dtype: str, numerics: str = "checkpo
             raise FormatError(f"parameter {name}", f"quantized, with shape {list(entry.shape)}", "only matrices named *.weight are served")
     for block, roles in experts.items():
         planned[block] = _plan_experts(checkpoint, block, roles, dtype, numerics)
+    for block, parts in fused.items():
+        planned[block] = _plan_fused(checkpoint, block, parts, dtype, numerics)
     return tuple(op for op in planned.values() if op is not None)
 
 
@@ -100,6 +111,13 @@ def _plan_matrix(checkpoint: Checkpoint, module: str, entry: Entry, dtype: str, 
     return PlannedOp(module, LinearSpec(n, k, entry.scheme, entry.activations, request, dtype, bias=bias), members)
 
 
+def _plan_fused(checkpoint: Checkpoint, block: str, parts: Mapping[str, Entry], dtype: str, numerics: str) -> PlannedOp:
+    count, entries = fused_roles(block, parts)
+    members, bias = fused_members(block, checkpoint.entries)
+    spec = _experts_spec(checkpoint.config, block, count, entries, dtype, numerics)
+    return PlannedOp(block, replace(spec, activation=fused_activation(checkpoint.config), bias=bias), members)
+
+
 def _plan_experts(checkpoint: Checkpoint, block: str, roles: Mapping[str, Mapping[int, Entry]], dtype: str, numerics: str) -> PlannedOp:
     count = 1 + max(index for members in roles.values() for index in members)
     entries: dict[str, Entry] = {}
@@ -118,14 +136,24 @@ def _plan_experts(checkpoint: Checkpoint, block: str, roles: Mapping[str, Mappin
                 f"{block}.*.{role}.weight", f"no single scheme holds {found} exactly", "quantize the experts of a block alike"
             )
         entries[role] = replace(members[0], scheme=scheme)
+        _check_inputs(members[0], members.values(), numerics)
     for role in ("up_proj", "down_proj", "gate_proj"):
         if role not in entries:
             raise FormatError(
                 f"{block}.*.{role}.weight", "missing, or unquantized unlike its siblings", "quantize a block of experts as a whole"
             )
+    _check_inputs(entries["up_proj"], entries.values(), numerics)
     spec = _experts_spec(checkpoint.config, block, count, entries, dtype, numerics)
     named = tuple((role.removesuffix("_proj"), roles[role][i].name) for role in ("gate_proj", "up_proj", "down_proj") for i in range(count))
     return PlannedOp(block, spec, named, _widening_notes(roles, entries))
+
+
+def _check_inputs(first: Entry, others: Iterable[Entry], numerics: str) -> None:
+    """Experts of one block compute with one kind of inputs."""
+    odd = next((entry for entry in others if entry.activations != first.activations), None)
+    if odd is not None and numerics == "checkpoint":
+        found = f"inputs {odd.activations or 'not quantized'}, those of {first.name} {first.activations or 'not quantized'}"
+        raise FormatError(odd.name, found, "give numerics exact, which quantizes no inputs")
 
 
 def _widening_notes(roles: Mapping[str, Mapping[int, Entry]], entries: Mapping[str, Entry]) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from hal_core.dtypes import dtype_word, torch_dtype
 from hal_core.errors import FormatError, HalError, MissingDependencyError
 from hal_core.formats import open_checkpoint
 from hal_core.formats.base import Checkpoint
+from hal_core.fused_experts import fused_weights
 from hal_core.kernel import LinearWeights, MoEWeights
 from hal_core.memory import Trimmer
 from hal_core.ops import MoEExperts, Op, QuantEmbedding, Routed
@@ -36,6 +37,10 @@ if TYPE_CHECKING:
     Progress = Callable[[int, int, str], None]
 
 __all__ = ["load"]
+
+#: Parts of published names that transformers' own classes call otherwise, and names of experts' matrices.
+_PUBLISHED, _HELD = ".block_sparse_moe.", ".mlp."
+_EXPERT_PARTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
 class ExpertsAdapter(nn.Module):
@@ -138,7 +143,7 @@ class _Filler:
             raise
         new: nn.Module = ExpertsAdapter(op) if isinstance(op, MoEExperts) else op
         self._check_shape(planned, old)
-        self.model.set_submodule(planned.module, new)
+        self.model.set_submodule(self._place(planned.module), new)
         if isinstance(op, QuantEmbedding) and planned.spec.op == "embedding" and getattr(planned.spec, "tied_head", False):
             self.model.set_output_embeddings(TiedHead(op))
         if op.selection is not None:  # prepare() always sets it
@@ -146,17 +151,28 @@ class _Filler:
 
     def _module(self, planned: PlannedOp) -> nn.Module:
         try:
-            found: nn.Module = self.model.get_submodule(planned.module)
+            found: nn.Module = self.model.get_submodule(self._place(planned.module))
             return found
         except AttributeError as error:
             reason = f"the {type(self.model).__name__} of config.json has no such module"
             raise FormatError(f"weights of {planned.module}", reason, "check model_type and num_hidden_layers in config.json") from error
+
+    def _place(self, module: str) -> str:
+        """The model's name of a published module."""
+        return module.replace(_PUBLISHED, _HELD)
+
+    def _published(self, name: str) -> str:
+        """The published name of one of the model's parameters."""
+        other = name.replace(_HELD, _PUBLISHED)
+        return other if name not in self.checkpoint.entries and other in self.checkpoint.entries else name
 
     def _check_shape(self, planned: PlannedOp, old: nn.Module) -> None:
         spec: Any = planned.spec
         if spec.op == "moe":
             wanted = getattr(old, "down_proj", None)
             shape: tuple[int, ...] = (spec.num_experts, spec.hidden, spec.intermediate)
+            if planned.names("gate_up"):  # gpt-oss holds its experts transposed, as it publishes them
+                shape = (spec.num_experts, spec.intermediate, spec.hidden)
         else:
             wanted = getattr(old, "weight", None)
             shape = (spec.n, spec.k) if spec.op == "linear" else (spec.rows, spec.dim)
@@ -170,6 +186,8 @@ class _Filler:
             (name,) = planned.names("weight")
             bias = [self._load(b, self.dtype) for b in planned.names("bias")]
             return LinearWeights(self._read(name), bias[0] if bias else None)
+        if planned.names("gate_up"):
+            return fused_weights(planned.names, self._read, lambda name: self._load(name, self.dtype))
         spec: Any = planned.spec
         matrices = {}
         for role in ("gate", "up", "down"):
@@ -201,8 +219,9 @@ class _Filler:
         for name, parameter in list(self.model.named_parameters(remove_duplicate=False)):
             # a tied parameter comes once for each name; a name that is stored for itself is what counts there
             loaded = tied.get(id(parameter))
-            if loaded is None or name in self.checkpoint.entries:
-                loaded = self._shared(self._plain(name, parameter), loaded)
+            stored = self._published(name)
+            if loaded is None or stored in self.checkpoint.entries:
+                loaded = self._shared(self._plain(stored, parameter), loaded)
                 tied.setdefault(id(parameter), loaded)
             self.model.get_submodule(name.rpartition(".")[0]).register_parameter(name.rpartition(".")[2], loaded)
         left = [name for name in self.checkpoint.entries if name not in self.used]
@@ -234,16 +253,21 @@ class _Filler:
     def _experts_source(self, name: str, parameter: nn.Parameter) -> Tensor | None:
         """Unquantized experts: published per expert, held by transformers as one tensor ``[E, 2I, H]`` or ``[E, H, I]``."""
         block, _, role = name.rpartition(".")
-        if role not in ("gate_up_proj", "down_proj") or f"{block}.0.down_proj.weight" not in self.checkpoint.entries:
+        block = next((b for b in (block, block.replace(_HELD, _PUBLISHED)) if self._has_experts(b)), "")
+        if role not in ("gate_up_proj", "down_proj") or not block:
             return None
         parts = ("gate_proj", "up_proj") if role == "gate_up_proj" else ("down_proj",)
         fused = torch.empty(parameter.shape, dtype=self.dtype)
         rows = parameter.shape[1] // len(parts)
         for expert in range(parameter.shape[0]):
             for index, part in enumerate(parts):
-                shape = (rows, parameter.shape[2])
-                fused[expert, index * rows : (index + 1) * rows] = self._load_checked(f"{block}.{expert}.{part}.weight", shape)
+                stored = next((f"{block}.{expert}.{p}.weight" for p in (part, _EXPERT_PARTS[part]) if self._has_experts(block, p)), "")
+                fused[expert, index * rows : (index + 1) * rows] = self._load_checked(stored, (rows, parameter.shape[2]))
         return fused
+
+    def _has_experts(self, block: str, part: str = "") -> bool:
+        names = (part,) if part else ("down_proj", "w2")
+        return any(f"{block}.0.{name}.weight" in self.checkpoint.entries for name in names)
 
 
 def _nbytes(op: Op) -> int:

@@ -16,7 +16,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("hal_backend_cpu", reason="the hal-backend-cpu wheel is not installed")
 
 BOUND = {"require:reference": 1e-4, "require:cpu": 1e-2}
-MODELS = ("llama", "qwen3", "qwen3_moe")
+MODELS = ("llama", "qwen3", "qwen3_moe", "gpt_oss")
 
 
 def served() -> list[str]:
