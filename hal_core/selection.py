@@ -14,7 +14,20 @@ from hal_core.spec import Spec
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["Candidate", "Change", "Interval", "Padding", "Parameter", "Selection", "SelectionDiff", "Transform", "candidates_text", "diff"]
+__all__ = [
+    "Candidate",
+    "Change",
+    "Interval",
+    "Padding",
+    "Parameter",
+    "Selection",
+    "SelectionDiff",
+    "Transform",
+    "candidates_text",
+    "changes_between",
+    "diff",
+    "keyed_candidates",
+]
 
 
 @dataclass(frozen=True)
@@ -180,20 +193,25 @@ class SelectionDiff:
 
 def diff(a: Selection, b: Selection) -> SelectionDiff:
     """What differs from ``a`` to ``b``; candidates are matched by name and refusals by code, not by position."""
-    before, after = dict(_flat("", _keyed(a))), dict(_flat("", _keyed(b)))
-    paths = [*before, *(path for path in after if path not in before)]
-    return SelectionDiff(tuple(Change(p, before.get(p, ""), after.get(p, "")) for p in paths if before.get(p, "") != after.get(p, "")))
+    return SelectionDiff(changes_between(keyed_candidates(to_json(a)), keyed_candidates(to_json(b))))
 
 
-def _keyed(selection: Selection) -> JsonValue:
-    data = to_json(selection)
+def changes_between(before: JsonValue, after: JsonValue) -> tuple[Change, ...]:
+    """Every leaf of plain JSON data that differs, by its dotted path."""
+    old, new = dict(_flat("", before)), dict(_flat("", after))
+    paths = [*old, *(path for path in new if path not in old)]
+    return tuple(Change(path, old.get(path, ""), new.get(path, "")) for path in paths if old.get(path, "") != new.get(path, ""))
+
+
+def keyed_candidates(data: JsonValue) -> JsonValue:
+    """The JSON form of a selection or explanation with its candidates by name and their refusals by code."""
+    keyed = {}
     for candidate in data["candidates"]:
         reasons: dict[str, list[JsonValue]] = {}
         for reason in candidate["refusals"]:
             reasons.setdefault(reason["code"], []).append(reason)
-        candidate["refusals"] = reasons
-    data["candidates"] = {candidate["kernel"]: candidate for candidate in data["candidates"]}
-    return data
+        keyed[candidate["kernel"]] = {**candidate, "refusals": reasons}
+    return {**data, "candidates": keyed}
 
 
 def _flat(path: str, data: JsonValue) -> Iterator[tuple[str, str]]:

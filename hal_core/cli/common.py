@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from hal_core.errors import SettingError
+from hal_core.explain_checkpoint import layer_pattern as module_pattern
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -77,11 +77,6 @@ def human_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.2f} TB"
-
-
-def module_pattern(name: str) -> str:
-    """A module's name with its indices as ``*``, so that equal layers fall together."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 def check_output(path: Path) -> Path:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from hal_core.cli.common import JSON, NUMERICS, POLICY, console, examples, module_pattern, print_json
+from hal_core.cli.common import JSON, NUMERICS, POLICY, console, examples, human_bytes, print_json
+from hal_core.cli.facts import FACTS, machine_of
 from hal_core.errors import SettingError
 
 if TYPE_CHECKING:
     from hal_core.explain import Explanation
+    from hal_core.explain_checkpoint import CheckpointExplanation, LayerGroup
+    from hal_core.numerics import Numerics
+    from hal_core.schemes import WeightScheme
+    from hal_core.selection import Selection
     from hal_core.spec import Spec
 
 __all__ = ["register"]
@@ -26,16 +32,20 @@ def register(app: typer.Typer) -> None:
     @app.command(
         "explain",
         epilog=examples(
-            "hal explain CKPT", "hal explain CKPT --policy require:cpu --numerics exact",
+            "hal explain CKPT", "hal explain CKPT --tp 4 --facts h200", "hal explain CKPT --policy require:cpu --numerics exact",
             "hal explain --op linear --n 4096 --k 4096 --scheme int4:g128",
             "hal explain --op moe --experts 128 --top-k 8 --hidden 2048 --intermediate 768 --scheme int4:g32:zero --json",
+            "hal explain CKPT --json > a.json", "hal explain --diff a.json b.json",
         ),
     )  # fmt: skip
     def explain_command(
         checkpoint: Annotated[
-            str | None, typer.Argument(metavar="[CKPT]", help="A checkpoint folder or .gguf file, unless --op is given.")
+            str | None, typer.Argument(metavar="[CKPT]", help="A checkpoint folder or .gguf file, unless --op or --diff is given.")
         ] = None,
         op: Annotated[str | None, typer.Option(help="linear, moe or embedding, in place of a checkpoint.")] = None,
+        diff: Annotated[
+            tuple[Path, Path] | None, typer.Option("--diff", help="Two files of 'hal explain ... --json': print what differs.")
+        ] = None,
         n: Annotated[int, typer.Option(help="Outputs of a linear; rows of an embedding.")] = 4096,
         k: Annotated[int, typer.Option(help="Inputs of a linear; width of an embedding.")] = 4096,
         experts: Annotated[int, typer.Option(help="Experts of a block.")] = 128,
@@ -53,79 +63,132 @@ def register(app: typer.Typer) -> None:
         dtype: Annotated[
             str | None, typer.Option(help="Activation dtype: fp32, bf16 or fp16.", show_default="the checkpoint's, or bf16")
         ] = None,
+        tp: Annotated[int, typer.Option("--tp", help="Ranks of tensor parallelism of a checkpoint.")] = 1,
         policy: POLICY = None,
         numerics: NUMERICS = "checkpoint",
+        facts: FACTS = None,
         as_json: JSON = False,
     ) -> None:
         """Print the chosen kernel with its layout and numerics, and every other candidate with all its refusals and fixes."""
-        import hal_core
         from hal_core.numerics import numerics_from_word
         from hal_core.schemes import WeightScheme
-        from hal_core.spec import Activation, EmbeddingSpec, LinearSpec, MoESpec
+        from hal_core.spec import Activation, MoESpec
 
-        if (checkpoint is None) == (op is None):
-            found = "a checkpoint and --op given, not both at once please" if op else "neither a checkpoint nor --op given"
-            raise SettingError("hal explain", found, "see 'hal explain --help'")
-        if checkpoint is not None:
-            _explain_checkpoint(checkpoint, dtype, policy, numerics, as_json)
+        _check_form(checkpoint, op, diff, tp)
+        if diff is not None:
+            _diff(*diff, as_json)
             return
-        if op not in _OPS:
-            raise SettingError(f"--op {op!r}", "unknown", f"use one of {', '.join(_OPS)}")
+        if checkpoint is not None:
+            _explain_checkpoint(checkpoint, dtype, policy, numerics, facts, tp, as_json)
+            return
         weights = WeightScheme.parse(scheme)
         request, word = numerics_from_word(numerics, None, weights.granularity.group), dtype or "bf16"
-        spec: Spec
-        if op == "linear":
-            spec = LinearSpec(n, k, weights, numerics=request, dtype=word, bias=bias, lora=lora)
-        elif op == "embedding":
-            spec = EmbeddingSpec(n, k, weights, request, word)
-        else:
+        if op == "moe":
             act = Activation(activation, alpha, limit)
             gate = None if activation == "relu2" else weights
-            spec = MoESpec(
+            spec: Spec = MoESpec(
                 experts, top_k, hidden, intermediate, weights, weights, gate, act, numerics=request, dtype=word, bias=bias, lora=lora
             )
-        explanation = hal_core.explain(spec, policy=policy)
-        if as_json:
-            print_json(explanation.to_json())
         else:
-            print_explanations([explanation])
+            spec = _matrix_spec(op == "embedding", n, k, weights, request, word, bias, lora)
+        _explain_op(spec, policy, facts, as_json)
 
 
-def _explain_checkpoint(path: str, dtype: str | None, policy: str | None, numerics: str, as_json: bool) -> None:
-    groups = explain_checkpoint(path, dtype, policy, numerics)
-    if as_json:
-        rows = [{**group, "explanation": group["explanation"].to_json()} for group in groups]
-        print_json({"checkpoint": path, "numerics": numerics, "policy": policy or "auto", "groups": rows})
-        return
-    out = console()
-    table = Table(title=f"Layers of {path}", title_justify="left", show_lines=True)
-    for header in ("layers", "count", "spec", "kernel", "layout"):
-        table.add_column(header, overflow="fold")
-    for group in groups:
-        explanation: Explanation = group["explanation"]
-        s = explanation.selection
-        kernel = Text("none", style="red") if s is None else Text(", ".join(map(str, s.intervals)), style="green")
-        table.add_row("\n".join(group["layers"]), str(group["count"]), Text(str(explanation.spec)), kernel, s.layout if s else "-")
-    out.print(table)
-    if not groups:
-        out.print("no quantized layers: transformers serves the whole model")
-    print_explanations([group["explanation"] for group in groups])
+def _check_form(checkpoint: str | None, op: str | None, diff: tuple[Path, Path] | None, tp: int) -> None:
+    """Exactly one of a checkpoint, --op and --diff."""
+    from hal_core.sharding import check_degree
+
+    given = [word for word, value in (("a checkpoint", checkpoint), ("--op", op), ("--diff", diff)) if value is not None]
+    if not given:
+        raise SettingError("hal explain", "neither a checkpoint nor --op given", "see 'hal explain --help'")
+    if len(given) > 1:
+        raise SettingError("hal explain", f"{' and '.join(given)} given, not both at once please", "see 'hal explain --help'")
+    if op is not None and op not in _OPS:
+        raise SettingError(f"--op {op!r}", "unknown", f"use one of {', '.join(_OPS)}")
+    if check_degree(tp) != 1 and checkpoint is None:
+        raise SettingError(f"--tp {tp}", "without a checkpoint", "one op is described as a rank sees it: give the sizes after sharding")
 
 
-def explain_checkpoint(path: str, dtype: str | None, policy: str | None, numerics: str) -> list[dict[str, Any]]:
-    """Layers that ask for the same thing, each group with one explanation; reads headers only."""
+def _matrix_spec(table: bool, n: int, k: int, weights: WeightScheme, request: Numerics, dtype: str, bias: bool, lora: bool) -> Spec:
+    from hal_core.spec import EmbeddingSpec, LinearSpec
+
+    if table:
+        return EmbeddingSpec(n, k, weights, request, dtype)
+    return LinearSpec(n, k, weights, numerics=request, dtype=dtype, bias=bias, lora=lora)
+
+
+def _explain_op(spec: Spec, policy: str | None, facts: str | None, as_json: bool) -> None:
     import hal_core
-    from hal_core.plan import checkpoint_dtype, plan_checkpoint
 
-    checkpoint = hal_core.open_checkpoint(path)
-    by_spec: dict[Spec, list[str]] = {}
-    for planned in plan_checkpoint(checkpoint, checkpoint_dtype(checkpoint, dtype), numerics):
-        by_spec.setdefault(planned.spec, []).append(planned.module)
-    groups = []
-    for spec, modules in by_spec.items():
-        patterns = list(dict.fromkeys(map(module_pattern, modules)))
-        groups.append({"layers": patterns, "count": len(modules), "modules": modules, "explanation": hal_core.explain(spec, policy=policy)})
-    return groups
+    explanation = hal_core.explain(spec, machine_of(facts), policy)
+    if as_json:
+        print_json(explanation.to_json())
+    else:
+        print_explanations([explanation])
+
+
+def _diff(before: Path, after: Path, as_json: bool) -> None:
+    from hal_core.explain_diff import diff_explanations, read_explanation
+    from hal_core.jsonable import to_json
+
+    found = diff_explanations(read_explanation(before), read_explanation(after))
+    if as_json:
+        print_json(to_json(found))
+    else:
+        console().print(Text(str(found)))
+
+
+def _explain_checkpoint(path: str, dtype: str | None, policy: str | None, numerics: str, facts: str | None, tp: int, as_json: bool) -> None:
+    import hal_core
+    from hal_core.explain_checkpoint import explain_checkpoint
+    from hal_core.policy import current_policy
+    from hal_core.registry import default_registry
+
+    registry, machine = default_registry(), machine_of(facts)
+    found = explain_checkpoint(
+        hal_core.open_checkpoint(path), machine, current_policy(policy), registry.kernels(), registry.rows(),
+        dtype=dtype, numerics=numerics, tp=tp, name=path,
+    )  # fmt: skip
+    if as_json:
+        print_json(found.to_json())
+        return
+    _print_checkpoint(found, facts)
+
+
+def _print_checkpoint(found: CheckpointExplanation, facts: str | None) -> None:
+    out = console()
+    if facts is not None or found.tp > 1:
+        ranks = f"each of {found.tp} ranks" if found.tp > 1 else "it"
+        out.print(Text(f"{ranks}: {found.machine}"))
+    table = Table(title=f"Layers of {found.checkpoint}", title_justify="left", show_lines=True)
+    for header in ("layers", "count", "spec", "kernel", "layout", "bytes"):
+        table.add_column(header, overflow="fold")
+    for group in found.groups:
+        table.add_row(*_layer_row(group))
+    out.print(table)
+    if not found.groups:
+        out.print("no quantized layers: transformers serves the whole model")
+        return
+    held = sum(group.rank_bytes or 0 for group in found.groups)
+    stored = sum(group.file_bytes for group in found.groups)
+    out.print(f"{human_bytes(stored)} in the files, {human_bytes(held)} of weights on {'each rank' if found.tp > 1 else 'one device'}")
+    for group in found.groups:
+        for refusal in group.refusals:
+            out.print(Text(f"{', '.join(group.layers)}: {refusal}", style="red"))
+        for note in group.notes:
+            out.print(Text(f"{', '.join(group.layers)}: {note}", style="yellow"))
+    print_explanations([group.explanation for group in found.groups if group.explanation is not None])
+
+
+def _layer_row(group: LayerGroup) -> tuple[Any, ...]:
+    s, layers = group.selection, Text("\n".join(group.layers))
+    if group.explanation is None:
+        return layers, str(group.count), Text(f"cannot be cut: {group.refusals[0].found}", style="red"), Text("none", style="red"), "-", "-"
+    spec = str(group.explanation.spec) + (f"\n{group.shard}" if group.shard != "whole" else "")
+    if s is None:
+        return layers, str(group.count), Text(spec), Text("none", style="red"), "-", "-"
+    kernels = Text("\n".join(map(str, s.intervals)), style="green")
+    return layers, str(group.count), Text(spec), kernels, s.layout, human_bytes(group.rank_bytes or 0)
 
 
 def print_explanations(explanations: list[Explanation]) -> None:
@@ -136,8 +199,10 @@ def print_explanations(explanations: list[Explanation]) -> None:
     out = console()
     for members in alike.values():
         out.print()
-        for explanation in members:
+        for explanation in dict.fromkeys(members):
             out.print(Text(str(explanation.spec), style="bold"))
+            for line in _changes(explanation.selection):
+                out.print(Text(line, style="yellow"))
         first, s = members[0], members[0].selection
         if s is None:
             out.print(Text(f"nothing serves it under {first.policy}: {first.problem}", style="red"))
@@ -146,6 +211,15 @@ def print_explanations(explanations: list[Explanation]) -> None:
                 Text(f"{', '.join(map(str, s.intervals))}; layout {s.layout}; numerics {s.numerics}; policy {s.policy}", style="green")
             )
         out.print(_candidates_table(first))
+
+
+def _changes(selection: Selection | None) -> list[str]:
+    """What is done to the weights of a spec before the kernel sees them."""
+    if selection is None:
+        return []
+    lines = [f"  changes: {t.name} (adds at most {t.error_bound:g} relative L2)" for t in selection.transforms]
+    lines += [f"  padding: {p.dim} {p.asked} to {p.padded}" for p in selection.padding]
+    return lines + ([f"  adapters: {', '.join(selection.adapters)}"] if selection.adapters else [])
 
 
 def _candidates_table(explanation: Explanation) -> Table:
