@@ -30,6 +30,11 @@ class AWQRules:
         self.base = Rule(_VERSIONS[self.version], config.bits((4,)), config.group(), symmetric)
         self._left_alone = config.texts("modules_to_not_convert")
 
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """Names of the tensors of quantized modules."""
+        return self.base.packing.suffixes
+
     def decide(self, module: str) -> Decision:
         if any(has_components(module, name) for name in self._left_alone):
             return Decision(self.base, False, "modules_to_not_convert")

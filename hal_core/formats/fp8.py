@@ -70,6 +70,11 @@ class FP8Rules:
             return ActivationScheme("fp8_e4m3", Granularity.tensor(), dynamic=False)
         return ActivationScheme("fp8_e4m3", Granularity.token() if block is None else Granularity.groups(block[1]))
 
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """Names of the tensors of quantized modules."""
+        return self.base.packing.suffixes
+
     def decide(self, module: str) -> Decision:
         if self._left_alone.holds(module):
             return Decision(self.base, False, "modules_to_not_convert")

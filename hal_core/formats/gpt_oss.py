@@ -71,6 +71,11 @@ class GptOssRules:
         self.base = Rule(FusedBlocks(), 4, _GROUP, True, element="mxfp4")
         self._left_alone = ModuleList(config.texts("modules_to_not_convert"), config.where)
 
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """Names of the tensors of quantized modules."""
+        return self.base.packing.suffixes
+
     def decide(self, module: str) -> Decision:
         if self._left_alone.holds(module):
             return Decision(self.base, False, "modules_to_not_convert")

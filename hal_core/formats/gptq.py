@@ -73,6 +73,11 @@ class GPTQRules:
             return pattern, key, self.base, False
         return pattern, key, self._rule(self.config.sub(value, f"dynamic {key!r}"), self.base), True
 
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """Names of the tensors of quantized modules."""
+        return self.base.packing.suffixes
+
     def decide(self, module: str) -> Decision:
         for pattern, key, rule, quantized in self._patterns:
             if pattern.match(module):

@@ -14,11 +14,15 @@ from hal_core.formats.folder import FolderCheckpoint
 from hal_core.formats.fp8 import FP8Rules
 from hal_core.formats.gpt_oss import GptOssRules
 from hal_core.formats.gptq import GPTQRules
+from hal_core.formats.modelopt import METHODS as MODELOPT
+from hal_core.formats.modelopt import ModelOptRules
 from hal_core.formats.quant_config import find_quant_config
+from hal_core.formats.quark import QuarkRules
 from hal_core.formats.tensor_store import open_store
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Callable
 
     from hal_core.formats.base import Checkpoint
     from hal_core.formats.packing import Rules
@@ -26,7 +30,11 @@ if TYPE_CHECKING:
 
 __all__ = ["open_checkpoint"]
 
-_METHODS = ("auto-round", "gptq", "awq", "compressed-tensors", "fp8", "mxfp4")
+#: Methods whose name is that of the format.
+_RULES: dict[str, Callable[[QuantConfig], Rules]] = {
+    "compressed-tensors": CompressedTensorsRules, "fp8": FP8Rules, "mxfp4": GptOssRules, "quark": QuarkRules,
+    **dict.fromkeys(MODELOPT, ModelOptRules),
+}  # fmt: skip
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -76,28 +84,23 @@ def _open_folder(folder: Path) -> Checkpoint:
     quant = find_quant_config(folder, config)
     if quant is None:
         return FolderCheckpoint("safetensors", store, config, None, frozenset())
-    name, rules, suffixes = _rules(quant)
-    return FolderCheckpoint(name, store, config, rules, frozenset(suffixes))
+    name, rules = _rules(quant)
+    return FolderCheckpoint(name, store, config, rules, frozenset(rules.suffixes))
 
 
-def _rules(quant: QuantConfig) -> tuple[str, Rules, tuple[str, ...]]:
-    """Name, rules and tensor suffixes of a quantization method."""
-    if quant.method in ("auto-round", "intel/auto-round"):
+def _rules(quant: QuantConfig) -> tuple[str, Rules]:
+    """Name and rules of a quantization method."""
+    method = quant.method
+    if method in _RULES:
+        return method, _RULES[method](quant)
+    if method in ("auto-round", "intel/auto-round"):
         rules = AutoRoundRules(quant)
-        return rules.packing_format.replace("auto_round", "auto-round", 1), rules, rules.suffixes
-    if quant.method == "gptq":
+        return rules.packing_format.replace("auto_round", "auto-round", 1), rules
+    if method == "gptq":
         gptq = GPTQRules(quant)
-        return gptq.version, gptq, gptq.base.packing.suffixes
-    if quant.method == "awq":
+        return gptq.version, gptq
+    if method == "awq":
         awq = AWQRules(quant)
-        return f"awq:{awq.version}", awq, awq.base.packing.suffixes
-    if quant.method == "compressed-tensors":
-        tensors = CompressedTensorsRules(quant)
-        return "compressed-tensors", tensors, tensors.suffixes
-    if quant.method == "fp8":
-        fp8 = FP8Rules(quant)
-        return "fp8", fp8, fp8.base.packing.suffixes
-    if quant.method == "mxfp4":
-        gpt_oss = GptOssRules(quant)
-        return "mxfp4", gpt_oss, gpt_oss.base.packing.suffixes
-    raise quant.error("quant_method", f"{quant.method!r} is not served yet", f"served: {', '.join(_METHODS)}, and GGUF files")
+        return f"awq:{awq.version}", awq
+    served = ", ".join(("auto-round", "gptq", "awq", *_RULES))
+    raise quant.error("quant_method", f"{method!r} is not served", f"served: {served}, and GGUF files")

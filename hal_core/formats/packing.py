@@ -80,7 +80,10 @@ class Decision:
 
 
 class Rules(Protocol):
-    """The configuration, asked module by module."""
+    """The configuration, asked module by module. suffixes: names of the tensors that quantized modules may have."""
+
+    @property
+    def suffixes(self) -> tuple[str, ...]: ...
 
     def decide(self, module: str) -> Decision: ...
 

@@ -15,8 +15,11 @@ if TYPE_CHECKING:
 __all__ = ["QuantConfig", "compile_pattern", "find_quant_config", "has_components"]
 
 _SIDE_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "quantization_config.json": None}
+_MODELOPT = "hf_quant_config.json"
 #: Fields that change numbers: two places that state them must agree.
-_DECISIVE = ("quant_method", "bits", "group_size", "sym", "desc_act", "checkpoint_format", "zero_point", "version", "packing_format")
+_DECISIVE = (
+    "quant_method", "bits", "group_size", "sym", "desc_act", "checkpoint_format", "zero_point", "version", "packing_format", "quant_algo",
+)  # fmt: skip
 _MISSING = object()
 
 
@@ -112,6 +115,10 @@ def find_quant_config(folder: Path, config: Mapping[str, Any]) -> QuantConfig | 
             if method is not None:
                 side.setdefault("quant_method", method)
             found = _agreed(found, QuantConfig(_legacy(side), str(path)))
+    path = folder / _MODELOPT
+    if path.is_file():
+        inner = QuantConfig(read_json(path), str(path)).mapping("quantization")
+        found = _agreed(found, QuantConfig({"quant_method": "modelopt", **inner}, str(path)))
     return found
 
 
@@ -128,6 +135,8 @@ def _agreed(first: QuantConfig | None, second: QuantConfig) -> QuantConfig:
         return second
     for field in _DECISIVE:
         one, two = first.fields.get(field), second.fields.get(field)
+        if field == "quant_method" and str(one).startswith("modelopt"):
+            continue  # the side file's name says it, the config's field may say more
         if one is not None and two is not None and one != two:
             raise FormatError(
                 f"field {field}", f"{first.where} says {_shown(one)}, {second.where} says {_shown(two)}",
