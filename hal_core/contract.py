@@ -74,7 +74,7 @@ def kernel_problems(kernel: object, ops: tuple[str, ...] | None = None) -> tuple
     """Every way in which one kernel breaks the contract; ``ops`` are those that its backend's manifest names."""
     kind = next((kind for kind in _KINDS if isinstance(kernel, kind)), None)
     if kind is None:
-        hint = "a class: register an instance" if isinstance(kernel, type) else f"a {type(kernel).__name__}"
+        hint = "a class: register an instance" if isinstance(kernel, type) else f"of type {type(kernel).__name__}"
         return (f"is {hint}, not a LinearKernel, MoEKernel, EmbeddingKernel or KVKernel",)
     declared = _declared(kind)
     problems = [*_answers(kernel, declared), *_unknown(kernel, declared)]

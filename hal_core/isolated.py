@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from hal_core.probe import Probe
 
-__all__ = ["TIME_LIMIT", "IsolatedProbe", "child", "isolated_probe", "probe_isolated"]
+__all__ = ["TIME_LIMIT", "IsolatedProbe", "child", "crash_refusal", "isolated_probe", "probe_isolated", "smoke_refusal"]
 
 #: Seconds for one backend: importing torch may take most of a minute on a cold disk.
 TIME_LIMIT = 120.0
@@ -111,18 +111,29 @@ def _tried(entry: Judged, key: str, limit_s: float) -> Verdict:
     if row is not None and any("done" in step for step in steps):
         return _finished(blank, row, trials)
     at = next((step["step"] for step in reversed(steps) if "step" in step), "starting Python")
-    found = f"{ended.told} while {at}" + (f"; its last words: {last_words}" if last_words else "")
     dist = owner.dist.metadata["Name"] if owner.dist is not None else owner.value
-    fix = f"pip install --force-reinstall --no-deps {dist}, or pip uninstall {dist}; hal probe --isolated --fresh tries again"
-    reason = Refusal("backend.crash", f"backend {owner.name!r} in a process of its own", found, fix)
+    reason = crash_refusal(owner.name, dist, f"{ended.told} while {at}", last_words)
     return replace(blank, refusals=(reason,), kernels=row.kernels if row else (), trials=trials, signal=ended.signal)
 
 
+def crash_refusal(backend: str, distribution: str, end: str, last_words: str = "") -> Refusal:
+    """The reason of a backend whose process ended, in the words of ``end``."""
+    found = end + (f"; its last words: {last_words}" if last_words else "")
+    fix = (
+        f"pip install --force-reinstall --no-deps {distribution}, or pip uninstall {distribution}; hal probe --isolated --fresh tries again"
+    )
+    return Refusal("backend.crash", f"backend {backend!r} in a process of its own", found, fix)
+
+
+def smoke_refusal(trial: Trial) -> Refusal:
+    """The reason of a backend one of whose kernels failed its trial."""
+    fix = f"leave {trial.kernel} out by a policy, and tell the backend's authors"
+    return Refusal("backend.smoke", f"{trial.kernel} on a tiny problem", trial.detail, fix)
+
+
 def _finished(blank: Verdict, row: BackendRow, trials: tuple[Trial, ...]) -> Verdict:
-    failed = [trial for trial in trials if trial.outcome == "failed"]
-    fix = "do not use it (policy), and tell the backend's authors"
-    reasons = tuple(Refusal("backend.smoke", f"{trial.kernel} on a tiny problem", trial.detail, fix) for trial in failed)
-    status = "failed" if failed else row.status
+    reasons = tuple(smoke_refusal(trial) for trial in trials if trial.outcome == "failed")
+    status = "failed" if reasons else row.status
     return replace(blank, status=status, refusals=(*row.refusals, *reasons), kernels=row.kernels, trials=trials)
 
 

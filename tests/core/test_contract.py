@@ -122,7 +122,7 @@ def test_a_misspelt_answer_is_unknown_and_helpers_are_not():
 
 
 @pytest.mark.parametrize(
-    ("thing", "shown"), [(object(), "is a object"), (type(kernel()), "a class: register an instance"), (None, "a NoneType")]
+    ("thing", "shown"), [(object(), "is of type object"), (type(kernel()), "a class: register an instance"), (None, "of type NoneType")]
 )
 def test_things_that_are_no_kernel(thing, shown):
     (problem,) = kernel_problems(thing)

@@ -92,7 +92,7 @@ NONSENSE = {
     "kernels_raise": (BODY.replace("[kernel('fast')]", "1 / 0"), "registering raised ZeroDivisionError"),
     "kernels_exit": (BODY.replace("[kernel('fast')]", "sys.exit(1)"), "registering raised SystemExit"),
     "kernels_none": (BODY.replace("[kernel('fast')]", "None"), "registering raised TypeError"),
-    "kernel_string": (BODY.replace("[kernel('fast')]", "['fast']"), "is a str, not a LinearKernel"),
+    "kernel_string": (BODY.replace("[kernel('fast')]", "['fast']"), "is of type str, not a LinearKernel"),
     "kernel_bare": (BODY.replace("kernel('fast')", "kernel('fast', without=('isa',))"), "kernel fast: isa is not answered"),
     "kernel_twice": (BODY.replace("[kernel('fast')]", "[kernel('fast'), kernel('fast')]"), "registered 2 times"),
     "devices_raise": (BODY.replace("return tuple(d for", "raise OSError('no driver'); (d for"), "registering raised OSError: no driver"),
