@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from hal_core.cli import dequantize, explain, facts, inspect, logits, perplexity, probe, run
+from hal_core.cli import dequantize, explain, facts, inspect, logits, perplexity, probe, run, verify
 from hal_core.errors import HalError, NoKernelError
 
 __all__ = ["app", "app_main"]
@@ -41,7 +41,7 @@ def _root(
     """Every command takes --json for machine-readable output, and --debug for a traceback on errors."""
 
 
-for _module in (probe, facts, inspect, explain, dequantize, logits, perplexity, run):
+for _module in (probe, facts, inspect, explain, dequantize, logits, perplexity, run, verify):
     _module.register(app)
 
 

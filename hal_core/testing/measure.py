@@ -1,0 +1,83 @@
+"""How far a result is from the truth, and how far it may be."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hal_core.testing.case import CheckFailedError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hal_core.kernel import Kernel
+    from hal_core.spec import Spec
+
+__all__ = ["Ruler", "allowed", "same_bits"]
+
+#: Largest relative L2 error of a kernel that rounds to this type and is otherwise exact. Int8 activations of one scale a token
+#: cost about 1e-2 where they have no outliers, and more where they have: a kernel that quantizes in silence is over each of these.
+_EXACT = {"fp32": 3e-5, "tf32": 2e-3, "fp16": 2e-3, "bf16": 6e-3}
+_COARSENESS = ("fp32", "tf32", "fp16", "bf16")
+#: One row has fewer numbers to average over than the whole.
+_ROW = 4.0
+
+
+def allowed(kernel: Kernel[Any], spec: Spec) -> float:
+    """The kernel's own bound; for one that claims to be exact, no more than rounding explains."""
+    n = kernel.numerics
+    if n.activations or n.weights != "as_stored":
+        return kernel.error_bound
+    operand = spec.dtype if n.operand == "own" else n.operand
+    coarsest = max((operand, n.accumulation, spec.output), key=_COARSENESS.index)
+    return min(kernel.error_bound, _EXACT[coarsest])
+
+
+class Ruler:
+    """Measures results for rows of one truth, float64 ``[M, ..]``.
+
+    A row that cancels to nearly nothing is measured against a tenth of the median row.
+    """
+
+    def __init__(self, truth: Tensor, bound: float) -> None:
+        self.truth, self.bound, self.largest = truth, bound, 0.0
+        norms = truth.reshape(len(truth), -1).norm(dim=1) if truth.numel() else truth.new_zeros(1)
+        if not bool(torch.isfinite(norms).all()):
+            raise CheckFailedError("the kit's own truth is not finite: report this")
+        self._floor = float(norms[norms > 0].median()) * 0.1 if bool((norms > 0).any()) else 1.0
+
+    def check(self, y: Tensor, rows: slice | Tensor = slice(None), what: str = "result") -> None:
+        """Raise unless ``y`` is the truth's ``rows`` within the bound, as a whole and row by row."""
+        truth = self.truth[rows]
+        if tuple(y.shape) != tuple(truth.shape):
+            raise CheckFailedError(f"{what}: shape {list(y.shape)}, expected {list(truth.shape)}")
+        if not y.numel():
+            return
+        wide = y.to(torch.float64)
+        if not bool(torch.isfinite(wide).all()):
+            at = (~torch.isfinite(wide)).nonzero()
+            raise CheckFailedError(f"{what}: {len(at)} of {y.numel()} elements are not finite, the first at {at[0].tolist()}")
+        self._compare(wide.reshape(len(y), -1), truth.reshape(len(y), -1), what)
+
+    def _compare(self, y: Tensor, truth: Tensor, what: str) -> None:
+        off = (y - truth).norm(dim=1)
+        row = off / truth.norm(dim=1).clamp(min=self._floor)
+        whole = float(off.norm() / truth.norm().clamp(min=self._floor))
+        worst = int(row.argmax())
+        self.largest = max(self.largest, whole)
+        if whole > self.bound:
+            raise CheckFailedError(f"{what}: relative L2 error {whole:.3g}, allowed {self.bound:.3g} (worst row {worst} of {len(y)})")
+        if float(row[worst]) > _ROW * self.bound:
+            found = f"row {worst} of {len(y)} is off by {float(row[worst]):.3g}"
+            raise CheckFailedError(f"{what}: {found}, allowed {_ROW * self.bound:.3g}; all rows together {whole:.3g}")
+
+
+def same_bits(a: Tensor, b: Tensor, what: str) -> None:
+    """Raise unless two tensors are equal bit for bit."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        raise CheckFailedError(f"{what}: {a.dtype} {list(a.shape)} against {b.dtype} {list(b.shape)}")
+    left, right = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    if not torch.equal(left, right):
+        count = int((left != right).sum())
+        raise CheckFailedError(f"{what}: {count} of {left.numel()} bytes differ")
