@@ -10,11 +10,16 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from hal_core.errors import FormatError
 from hal_core.formats.awq_tensors import AWQGemvPacking, AWQPacking
+from hal_core.formats.compressed_tensors import ELEMENTS
 from hal_core.formats.ct_tensors import CTPackedPacking, CTTensPacking
+from hal_core.formats.fp8 import fp8_packing
 from hal_core.formats.gguf_blocks import QUANTIZED, block_scheme, block_size, pack_blocks, unpack_blocks
 from hal_core.formats.gptq_tensors import GPTQPacking
+from hal_core.formats.modelopt import PACKING as MODELOPT
 from hal_core.formats.packing import Plan, Rule
 from hal_core.schemes import GranularityKind, ZeroKind
 
@@ -132,6 +137,56 @@ class BlockLayout(Layout):
         return unpack_blocks(tensors["data"], self.kind, self._check(scheme, shape), "data")
 
 
+@dataclass(frozen=True)
+class ElementLayout(Layout):
+    """A packing of elements of their own type. scales: the dtypes that the layout's files hold."""
+
+    name: str
+    packing: Packing
+    dtypes: tuple[str, ...]
+    granularities: tuple[str, ...]
+    scales: tuple[torch.dtype, ...]
+    zeros: bool = False
+
+    def obstacle(self, scheme: WeightScheme, shape: tuple[int, int]) -> str:
+        g = scheme.granularity
+        if scheme.dtype not in self.dtypes:
+            return f"it holds {', '.join(self.dtypes)}"
+        if str(g) not in self.granularities and g.kind.value not in self.granularities:
+            return f"it has scales per {', '.join(self.granularities)}"
+        if scheme.act_order or scheme.zero is ZeroKind.MINIMUM or (scheme.zero is ZeroKind.INTEGER and not self.zeros):
+            return f"it has no {'activation order' if scheme.act_order else f'zero kind {scheme.zero.value}'}"
+        return f"K={shape[1]} elements of 4 bits do not fill whole bytes" if scheme.bits == 4 and shape[1] % 2 else ""
+
+    def _rule(self, scheme: WeightScheme) -> Rule:
+        g = scheme.granularity
+        return Rule(
+            self.packing, scheme.bits, g.group or -1, scheme.zero is ZeroKind.NONE, per_tensor=g.kind is GranularityKind.TENSOR,
+            element=scheme.dtype, block=g.block,
+        )  # fmt: skip
+
+    def pack(self, weight: QuantizedTensor) -> dict[str, Tensor]:
+        self._check(weight.scheme, weight.shape)
+        if weight.scales is None or weight.scales.dtype not in self.scales:
+            found = f"scales are {None if weight.scales is None else weight.scales.dtype}"
+            raise FormatError(f"layout {self.name} for {weight.scheme}", found, f"it holds {', '.join(map(str, self.scales))}")
+        return self.packing.pack(weight, self._rule(weight.scheme))
+
+    def unpack(self, tensors: Mapping[str, Tensor], scheme: WeightScheme, shape: tuple[int, int]) -> QuantizedTensor:
+        shape = self._check(scheme, shape)
+        plan = Plan("weight", self._rule(scheme), {}, shape, scheme)
+        return self.packing.unpack({suffix: tensor.clone() for suffix, tensor in tensors.items()}, plan)
+
+
+_EACH, _FLOATS = ("tensor", "channel", "group"), (torch.float32, torch.bfloat16, torch.float16)
+#: compressed-tensors' forms: granularities and dtypes of scales.
+_FORMS: dict[str, tuple[tuple[str, ...], tuple[torch.dtype, ...]]] = {
+    "int-quantized": (_EACH, _FLOATS),
+    "float-quantized": ((*_EACH, "block"), _FLOATS),
+    "mxfp8-quantized": (("g32",), (torch.uint8,)),
+    "mxfp4-pack-quantized": (("g32",), (torch.uint8,)),
+    "nvfp4-pack-quantized": (("g16",), (torch.float8_e4m3fn,)),
+}
 #: Every checkpoint layout by name.
 LAYOUTS: Mapping[str, Layout] = {
     each.name: each
@@ -142,6 +197,18 @@ LAYOUTS: Mapping[str, Layout] = {
         IntegerLayout("awq:gemv", AWQGemvPacking(), bits=(4,), act_order=False, whole_words_n=False),
         IntegerLayout("compressed-tensors:pack-quantized", CTPackedPacking(), per_tensor=True, whole_words_n=False, whole_words_k=False),
         IntegerLayout(CTTensPacking.name, CTTensPacking(), bits=(3,), per_tensor=True, whole_words_n=False, whole_words_k=False),
+        *(
+            ElementLayout(ELEMENTS[form][2].name, ELEMENTS[form][2], (ELEMENTS[form][0],), *kinds, zeros=form == "int-quantized")
+            for form, kinds in _FORMS.items()
+        ),
+        ElementLayout(
+            "fp8",
+            fp8_packing("fp8"),
+            ("fp8_e4m3", "fp8_e5m2"),
+            ("tensor", "channel", "block"),
+            (*_FLOATS, torch.uint8),
+        ),
+        ElementLayout("modelopt:nvfp4", MODELOPT, ("nvfp4",), ("g16",), (torch.float8_e4m3fn,)),
         *(BlockLayout(f"gguf:{kind}", kind) for kind in QUANTIZED),
     )
 }

@@ -16,7 +16,7 @@ from hal_core.formats.quant_config import QuantConfig, compile_pattern
 if TYPE_CHECKING:
     import re
 
-__all__ = ["CompressedTensorsRules"]
+__all__ = ["ELEMENTS", "CompressedTensorsRules"]
 
 _BITS = (2, 3, 4, 8)
 _REGEX = "re:"
@@ -27,7 +27,7 @@ _MIXED = "mixed-precision"
 _PLAIN, _FOUR = ("weight", "weight_scale"), ("weight_packed", "weight_scale")
 _INPUTS = ("input_scale", "input_zero_point")
 #: Formats that store elements of their own type: element, bits, the tensors' names.
-_ELEMENTS: dict[str, tuple[str, int, ElementPacking]] = {
+ELEMENTS: dict[str, tuple[str, int, ElementPacking]] = {
     name: (element, bits, ElementPacking(f"compressed-tensors:{name}", suffixes))
     for name, element, bits, suffixes in (
         ("int-quantized", "int8", 8, (*_PLAIN, "weight_zero_point", *_INPUTS)),
@@ -37,7 +37,7 @@ _ELEMENTS: dict[str, tuple[str, int, ElementPacking]] = {
         ("nvfp4-pack-quantized", "nvfp4", 4, (*_FOUR, "weight_global_scale", "input_global_scale")),
     )
 }  # fmt: skip
-#: Elements of the inputs that a format's tensors have names for, when they are static.
+#: The one group size of an element type.
 _GROUPS = {"mxfp4": 32, "mxfp8": 32, "nvfp4": 16}
 
 
@@ -90,8 +90,8 @@ class CompressedTensorsRules:
             form = _implied(weights)
         if form == "naive-quantized":
             form = "int-quantized" if weights.text("type", "int") == "int" else "float-quantized"
-        if form != "pack-quantized" and form not in _ELEMENTS:
-            raise group.error("format", f"{str(form)[:80]!r} is not served", f"served: pack-quantized, {', '.join(_ELEMENTS)}")
+        if form != "pack-quantized" and form not in ELEMENTS:
+            raise group.error("format", f"{str(form)[:80]!r} is not served", f"served: pack-quantized, {', '.join(ELEMENTS)}")
         if group.fields.get("output_activations") is not None:
             raise group.error("output_activations", "quantized outputs are not served")
         if form != "pack-quantized":
@@ -162,7 +162,7 @@ def _packed_rule(weights: QuantConfig, group: QuantConfig) -> Rule:
 
 
 def _element_rule(form: str, weights: QuantConfig, group: QuantConfig) -> Rule:
-    element, bits, packing = _ELEMENTS[form]
+    element, bits, packing = ELEMENTS[form]
     kind = "int" if element == "int8" else "float"
     if weights.text("type", "int") != kind or weights.fields.get("dynamic") not in (None, False):
         raise weights.error("type", f"{weights.fields.get('type')!r} is not served for {form}", f"served: {kind}, not dynamic")

@@ -139,7 +139,10 @@ class ElementPacking(Packing):
         tensors = {value_name: values.clone() if zeros is None else _unshifted(values)}
         scales = weight.scales.clone()
         kind = weight.scheme.granularity.kind
-        tensors[next(name for name in _SCALES if name in names)] = scales.reshape(1) if kind is GranularityKind.TENSOR else scales
+        # blocks are stored under the second name where a tool has both
+        order = _SCALES[::-1] if kind is GranularityKind.BLOCK else _SCALES
+        scale_name = next(name for name in order if name in names)
+        tensors[scale_name] = scales.reshape(1) if kind is GranularityKind.TENSOR else scales
         if zeros is not None:
             tensors["weight_zero_point"] = _unshifted(zeros)
         for known, number in ((_GLOBALS, weight.global_scale), (_INPUTS, weight.input_scale)):

@@ -12,21 +12,21 @@ from hal_core.schemes import ActivationScheme, Granularity
 if TYPE_CHECKING:
     from hal_core.formats.quant_config import QuantConfig
 
-__all__ = ["METHODS", "ModelOptRules"]
+__all__ = ["METHODS", "PACKING", "ModelOptRules"]
 
 METHODS = ("modelopt", "modelopt_fp4", "modelopt_mxfp8", "modelopt_mixed")
-_PACKING = ElementPacking("modelopt", ("weight", "weight_scale", "weight_scale_2", "input_scale"))
+PACKING = ElementPacking("modelopt", ("weight", "weight_scale", "weight_scale_2", "input_scale"))
 _MIXED = "MIXED_PRECISION"
 _NV, _MX = Granularity.groups(16), Granularity.groups(32)
 _RULES: dict[str, Rule] = {
-    "FP8": Rule(_PACKING, 8, -1, True, activations=ActivationScheme("fp8_e4m3", Granularity.tensor(), dynamic=False),
+    "FP8": Rule(PACKING, 8, -1, True, activations=ActivationScheme("fp8_e4m3", Granularity.tensor(), dynamic=False),
                 element="fp8_e4m3", by_shape=True),
-    "FP8_PER_CHANNEL_PER_TOKEN": Rule(_PACKING, 8, -1, True, activations=ActivationScheme("fp8_e4m3", Granularity.token()),
+    "FP8_PER_CHANNEL_PER_TOKEN": Rule(PACKING, 8, -1, True, activations=ActivationScheme("fp8_e4m3", Granularity.token()),
                                       element="fp8_e4m3", by_shape=True),
-    "FP8_PB_WO": Rule(_PACKING, 8, -1, True, element="fp8_e4m3", block=(128, 128)),
-    "NVFP4": Rule(_PACKING, 4, 16, True, activations=ActivationScheme("nvfp4", _NV), element="nvfp4"),
-    "W4A16_NVFP4": Rule(_PACKING, 4, 16, True, element="nvfp4"),
-    "MXFP8": Rule(_PACKING, 8, 32, True, activations=ActivationScheme("mxfp8", _MX), element="mxfp8"),
+    "FP8_PB_WO": Rule(PACKING, 8, -1, True, element="fp8_e4m3", block=(128, 128)),
+    "NVFP4": Rule(PACKING, 4, 16, True, activations=ActivationScheme("nvfp4", _NV), element="nvfp4"),
+    "W4A16_NVFP4": Rule(PACKING, 4, 16, True, element="nvfp4"),
+    "MXFP8": Rule(PACKING, 8, 32, True, activations=ActivationScheme("mxfp8", _MX), element="mxfp8"),
 }  # fmt: skip
 
 
@@ -35,7 +35,7 @@ class ModelOptRules:
 
     def __init__(self, config: QuantConfig) -> None:
         self.config = config
-        self.suffixes: tuple[str, ...] = _PACKING.suffixes
+        self.suffixes: tuple[str, ...] = PACKING.suffixes
         algorithm = str(config.text("quant_algo")).upper()
         self._layers: dict[str, Rule] | None = None
         if algorithm == _MIXED:
