@@ -161,7 +161,7 @@ def _scale_value(scale: torch.Tensor) -> torch.Tensor:
 
 def slow_weight(get, scheme: WeightScheme) -> torch.Tensor:
     """A module's weight by the names of its tensors. The scheme says which elements share a scale."""
-    values = get("weight_packed") if get("weight_packed") is not None else get("weight")
+    values = get("weight") if get("weight") is not None and get("weight").element_size() == 1 else get("weight_packed")
     scales = get("weight_scale_inv") if get("weight_scale_inv") is not None else get("weight_scale")
     n, k = values.shape[0], values.shape[1] * (2 if scheme.bits == 4 else 1)
     g = scheme.granularity
