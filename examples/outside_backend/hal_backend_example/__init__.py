@@ -1,0 +1,3 @@
+"""An example backend of hal-core."""
+
+__version__ = "0.1.0"

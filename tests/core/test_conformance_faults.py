@@ -1,0 +1,78 @@
+"""Every planted fault is caught by the check that is there for it, and the kernel without one passes them all."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+from hal_core.machine import Machine
+from hal_core.testing import Plan, Result, Status, plan_of, run_case
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "outside_backend"
+sys.path.insert(0, str(EXAMPLE))
+_SPEC = importlib.util.spec_from_file_location("example_faults", EXAMPLE / "tests" / "faults.py")
+faults = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(faults)
+
+#: What the issue of the kit names, word for word; more are in faults.py.
+NAMED = (
+    "zero point off by one", "limit dropped", "bias dropped", "int8 activations undeclared", "weights rescaled undeclared",
+    "wrong expert map", "wrong only for M > 32", "wrong in the last partial group", "router weight applied twice", "NaN swallowed",
+    "an id out of range computed", "output rows left unwritten", "layout does not reverse",
+)  # fmt: skip
+
+
+def run(plan: Plan, checks: tuple[str, ...] = (), *, until_bad: bool = False) -> list[Result]:
+    results = []
+    for case in plan.cases():
+        if not checks or case.check in checks:
+            results.append(run_case(plan, case))
+            if until_bad and results[-1].status.bad:
+                break
+    return results
+
+
+def failures(results: list[Result]) -> list[str]:
+    return [f"{r.case}: {r.reason}" for r in results if r.status.bad]
+
+
+@pytest.fixture(scope="module")
+def machine() -> Machine:
+    return Machine.detect()
+
+
+@pytest.mark.parametrize("kernel", [faults.ExampleLinear(), faults.ExampleExperts()], ids=lambda kernel: kernel.name)
+def test_the_example_without_a_fault_passes(kernel, machine: Machine) -> None:
+    results = run(plan_of(f"example.{kernel.name}", kernel, machine))
+    assert failures(results) == []
+    assert sum(result.status is Status.PASSED for result in results) > 100
+
+
+@pytest.mark.parametrize("name", faults.FAULTS)
+def test_fault_is_caught(name: str, machine: Machine) -> None:
+    kernel, check = faults.FAULTS[name]
+    found = failures(run(plan_of(f"faulty.{kernel.name}", kernel, machine), (check,), until_bad=True))
+    assert found, f"{check} did not notice: {name}"
+
+
+def test_every_named_fault_is_planted() -> None:
+    assert set(NAMED) <= set(faults.FAULTS)
+
+
+@pytest.mark.parametrize("name", ["zero point off by one", "wrong only for M > 32", "an id out of range computed", "NaN swallowed"])
+def test_message_says_what_is_wrong(name: str, machine: Machine) -> None:
+    kernel, check = faults.FAULTS[name]
+    (message,) = failures(run(plan_of(f"faulty.{kernel.name}", kernel, machine), (check,), until_bad=True))
+    wanted = {
+        "zero point off by one": "relative L2 error", "wrong only for M > 32": "M=33", "an id out of range computed": "no error",
+        "NaN swallowed": "swallowed",
+    }  # fmt: skip
+    assert wanted[name] in message
+
+
+def test_faults_are_not_shipped() -> None:
+    assert "faults" not in (EXAMPLE / "pyproject.toml").read_text()
+    assert not list((EXAMPLE / "hal_backend_example").glob("*fault*"))
