@@ -256,6 +256,24 @@ class BreaksGraph(LinearOp):
         return super().compute(x, out)
 
 
+@torch.library.custom_op("hal_example_faulty::linear", mutates_args=())
+def wrong_fake(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return y.clone()
+
+
+@wrong_fake.register_fake
+def _(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((x.shape[0], y.shape[1] + 1))
+
+
+@linear_fault("fake kernel of another shape", "opcheck")
+class WrongFake(LinearOp):
+    def compute(self, x, out=None):
+        y = super().compute(x.reshape(-1, x.shape[-1]))
+        y = wrong_fake(x, y).reshape(*x.shape[:-1], -1)
+        return y if out is None else out.copy_(y)
+
+
 @linear_fault("plain exceptions", "errors")
 class PlainException(LinearOp):
     def compute(self, x, out=None):
@@ -356,8 +374,10 @@ def _verdict(name: str, check: str, refusals: Any, **answers: Any) -> None:
 _verdict("a verdict that is a bool", "declaration", lambda self, spec, machine: True)
 _verdict("accepts what it does not declare", "refusals", lambda self, spec, machine: ())
 _verdict(
-    "a refusal without a fix", "declaration",
-    lambda self, spec, machine: (*ExampleLinear.refusals(self, spec, machine), *([Refusal("epilogue.bias", "bias", "", "")] * spec.bias)),
+    "a refusal without a fix", "accuracy",
+    lambda self, spec, machine: (
+        *ExampleLinear.refusals(self, spec, machine), *([Refusal("shape.range", "n=1", "small", "")] * (spec.n == 1)),
+    ),
 )  # fmt: skip
 _verdict(
     "declares a bias and refuses it", "declaration",
