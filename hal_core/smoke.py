@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from hal_core.machine import Machine
 
-__all__ = ["try_kernel"]
+__all__ = ["random_weight", "try_kernel"]
 
 #: Beyond this many times its declared bound a kernel is broken; how near it keeps to the bound is for the conformance kit.
 _SLACK = 2.0
@@ -111,7 +111,7 @@ def _grid(scheme: WeightScheme, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*lead, n, 1 if g.group is None else -(-k // g.group))
 
 
-def _weight(scheme: WeightScheme, *shape: int) -> QuantizedTensor:
+def random_weight(scheme: WeightScheme, *shape: int) -> QuantizedTensor:
     """Random canonical weights; scales keep outputs near one."""
     if not scheme.quantized:
         return QuantizedTensor(scheme, shape, (torch.randn(shape) / math.sqrt(shape[-1])).to(torch_dtype(scheme.dtype)))
@@ -141,7 +141,9 @@ def _run(kernel: Kernel[Any], spec: Any, device: str) -> tuple[Tensor, Tensor]:
             "up": (spec.intermediate, spec.hidden),
             "down": (spec.hidden, spec.intermediate),
         }
-        matrices = {role: _weight(getattr(spec, role), spec.num_experts, *shape) for role, shape in shapes.items() if getattr(spec, role)}
+        matrices = {
+            role: random_weight(getattr(spec, role), spec.num_experts, *shape) for role, shape in shapes.items() if getattr(spec, role)
+        }
         x = torch.randn(rows, spec.hidden).to(torch_dtype(spec.dtype))
         ids = torch.stack([torch.randperm(spec.num_experts)[: spec.top_k] for _ in range(rows)]).to(torch.int32)
         weights = torch.softmax(torch.randn(rows, spec.top_k), dim=-1)
@@ -149,10 +151,10 @@ def _run(kernel: Kernel[Any], spec: Any, device: str) -> tuple[Tensor, Tensor]:
         op: Any = kernel.prepare(spec, MoEWeights(**{role: _to(w, device) for role, w in matrices.items()}))
         return op.apply(x.to(device), Routed(ids.to(device), weights.to(device))), wanted
     if isinstance(spec, EmbeddingSpec):
-        table, ids = _weight(spec.weights, spec.rows, spec.dim), torch.randint(0, spec.rows, (rows,))
+        table, ids = random_weight(spec.weights, spec.rows, spec.dim), torch.randint(0, spec.rows, (rows,))
         op = kernel.prepare(spec, LinearWeights(_to(table, device)))
         return op.lookup(ids.to(device)), ReferenceEmbedding().prepare(spec, LinearWeights(table)).lookup(ids)
-    weight, x = _weight(spec.weights, spec.n, spec.k), torch.randn(rows, spec.k).to(torch_dtype(spec.dtype))
+    weight, x = random_weight(spec.weights, spec.n, spec.k), torch.randn(rows, spec.k).to(torch_dtype(spec.dtype))
     op = kernel.prepare(spec, LinearWeights(_to(weight, device)))
     return op.apply(x.to(device)), ReferenceLinear().prepare(spec, LinearWeights(weight)).apply(x)
 

@@ -31,6 +31,8 @@ class PackedMatrix(nn.Module):
         self.scheme, self.shape = weight.scheme, weight.shape
         for name, tensor in self._packed(weight).items():
             self.register_buffer(name, tensor)
+        #: n, k, group and bits, as the native ops take them.
+        self.sizes = (self.n, self.k, self.group, self.scheme.bits)
 
     @property
     def n(self) -> int:
@@ -47,7 +49,9 @@ class PackedMatrix(nn.Module):
 
     def arguments(self) -> tuple[Tensor | None, ...]:
         """Codes, scales, zeros, mins and permutation, as the native ops take them."""
-        return (self.codes, self.scales, self.zeros, self.mins, self.perm)
+        # Not by attribute: torch finds a buffer only after a failed look-up, which costs more than the rest of a small call.
+        own = self._buffers
+        return (own["codes"], own["scales"], own["zeros"], own["mins"], own["perm"])
 
     def update(self, weight: QuantizedTensor) -> None:
         """Re-lay another weight of the same scheme and shape into the same storage."""

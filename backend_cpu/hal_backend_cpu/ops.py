@@ -21,12 +21,16 @@ if TYPE_CHECKING:
 __all__ = ["CpuEmbedding", "CpuLinear", "CpuMoE"]
 
 
+#: The overload itself: finding it anew costs a tenth of a microsecond a call.
+_LINEAR = _native.ops.linear.default
+
+
 def _matmul(weight: PackedMatrix, x: Tensor, bias: Tensor | None, isa: str, out: Tensor | None) -> Tensor:
     x = x if x.is_contiguous() else x.contiguous()
-    arguments = (x, *weight.arguments(), bias, weight.n, weight.k, weight.group, weight.scheme.bits, isa)
+    arguments = (x, *weight.arguments(), bias, *weight.sizes, isa)
     try:
         if out is None:
-            return _native.ops.linear(*arguments)
+            return _LINEAR(*arguments)
         _native.ops.linear_out(*arguments, out)
     except (RuntimeError, NotImplementedError) as error:
         raise ShapeError("cpu linear", _first_line(error)) from error
@@ -52,7 +56,7 @@ class CpuLinear(QuantLinear):
         self.register_buffer("bias", None if weights.bias is None else weights.bias.float())
 
     def compute(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return _matmul(self.weight, x, self.bias, self.isa, out)
+        return _matmul(self._modules["weight"], x, self._buffers["bias"], self.isa, out)
 
     def update(self, weights: LinearWeights) -> None:
         self.weight.update(weights.weight)
