@@ -71,8 +71,9 @@ def least(run: Callable[[], Any], rounds: int, calls: int = 1) -> float:
 def import_cost(rounds: int) -> Figure:
     """``import hal_core`` in an interpreter that has already imported torch."""
     code = "import torch, time; t = time.perf_counter(); import hal_core; print(time.perf_counter() - t)"
-    # The interpreter finds what this one finds, installed or not.
-    setting = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path[1:]))}
+    # The interpreter finds what this one finds, installed or not, and may keep bytecode, as an installed wheel does.
+    setting = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    setting["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path[1:]))
     command = [sys.executable, "-c", code]
     took = [float(subprocess.run(command, env=setting, capture_output=True, text=True, check=True).stdout) for _ in range(rounds)]
     return Figure("import", min(took), TARGETS["import"], f"import hal_core above import torch; {rounds} fresh interpreters")
