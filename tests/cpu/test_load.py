@@ -10,7 +10,8 @@ from golden import goldens
 from safetensors.torch import load_file, save_file
 
 import hal_core as hal
-from hal_core.errors import FormatError, HalError, NoKernelError, PolicyError
+from hal_core.errors import FormatError, HalError, HalWarning, NoKernelError, PolicyError
+from hal_core.notes import forget_notes
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("hal_backend_cpu", reason="the hal-backend-cpu wheel is not installed")
@@ -135,3 +136,28 @@ def test_a_tied_head_that_is_not_stored_shares_the_embedding(tmp_path) -> None:
     folder = edited(tmp_path, "ar_sym_int4_g32_moe", lambda c, t: (c.update(tie_word_embeddings=True), t.pop("lm_head.weight", None)))
     model = hal.load(folder, dtype="fp32")
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+WITH_INPUTS = [name for name in SERVED if any(e.activations for e in hal.open_checkpoint(goldens.folder(name)).entries.values())]
+
+
+@pytest.mark.parametrize("name", WITH_INPUTS)
+def test_checkpoint_numerics_quantize_inputs_as_the_checkpoint_says(name: str) -> None:
+    golden = load_file(goldens.folder(name) / "golden.safetensors")
+    model = hal.load(goldens.folder(name), policy="require:reference", numerics="checkpoint", dtype="fp32")
+    for op in model.hal.ops:
+        acts = op.selection.spec.activations
+        assert [str(a) for a in op.selection.numerics.activations] == [str(acts)]
+        assert f"numerics: {acts}" in str(op.selection)
+    with torch.inference_mode():
+        logits = model(input_ids=golden["input_ids"], use_cache=False).logits.float()
+    away = float((logits - golden["logits"]).norm() / golden["logits"].norm())
+    assert 1e-4 < away < (0.6 if "4" in str(acts) else 0.2), "computed with other inputs than the golden's, and not wildly others"
+
+
+def test_auto_serves_by_the_reference_what_the_cpu_has_no_kernel_for_and_says_so() -> None:
+    name = next(name for name in SERVED if unserved_by_cpu(name))
+    forget_notes()
+    with pytest.warns(HalWarning, match=r"runs on reference\.\w+, which"):
+        model = hal.load(goldens.folder(name), numerics="exact", dtype="fp32")
+    assert any(kernel.startswith("reference.") for kernel in model.hal.kernels())
