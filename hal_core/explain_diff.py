@@ -11,7 +11,7 @@ from hal_core.errors import ValueDecodeError
 from hal_core.explain import Explanation
 from hal_core.explain_checkpoint import CheckpointExplanation, LayerGroup, layer_pattern
 from hal_core.jsonable import from_json, to_json
-from hal_core.reading import read_small_text
+from hal_core.reading import read_small_text, short
 from hal_core.selection import Candidate, Change, changes_between
 
 if TYPE_CHECKING:
@@ -64,8 +64,7 @@ def read_explanation(path: Path) -> Saved:
             return from_json(CheckpointExplanation, data)
         return from_json(Explanation, data)
     except (ValueError, RecursionError, ValueDecodeError) as error:
-        found = str(error).splitlines()[0][:300]
-        raise ValueDecodeError(what, found, "write it with 'hal explain ... --json > FILE'") from error
+        raise ValueDecodeError(what, short(error), "write it with 'hal explain ... --json > FILE'") from error
 
 
 def diff_explanations(before: Saved, after: Saved) -> ExplanationDiff:

@@ -111,7 +111,8 @@ class Machine:
         if self.facts_version != FACTS_VERSION:
             older = self.facts_version < FACTS_VERSION
             fix = "write them again with 'hal facts'" if older else "pip install --upgrade hal-core"
-            raise ValueDecodeError("machine.facts_version", f"{self.facts_version}, this hal-core reads {FACTS_VERSION}", fix)
+            shown = self.facts_version if abs(self.facts_version) < 1 << 31 else "out of all proportion"
+            raise ValueDecodeError("machine.facts_version", f"{shown}, this hal-core reads {FACTS_VERSION}", fix)
 
     def __hash__(self) -> int:
         # Part of the key of every cached selection: computed once, the fields never change.

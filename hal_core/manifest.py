@@ -13,6 +13,7 @@ from hal_core.errors import ValueDecodeError
 from hal_core.jsonable import dumps, loads
 from hal_core.kernel import CONTRACT
 from hal_core.machine import Machine
+from hal_core.reading import short
 from hal_core.refusal import Refusal
 from hal_core.spec import OPS
 
@@ -180,7 +181,7 @@ def read_manifest(entry_point: metadata.EntryPoint) -> BackendManifest | Refusal
     try:
         manifest = BackendManifest.parse(text)
     except ValueDecodeError as error:
-        return Refusal("backend.manifest", f"a valid {FILE_NAME} in {owner}", str(error), fix)
+        return Refusal("backend.manifest", f"a valid {FILE_NAME} in {owner}", short(error), fix)
     if manifest.name != entry_point.name:
         asked = f"a manifest named {entry_point.name!r}, as its entry point"
         return Refusal("backend.manifest", asked, f"{manifest.name!r} in {owner}", fix)

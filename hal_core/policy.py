@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Binding", "Policy", "PolicyRule", "current_policy", "use_policy"]
 
 _NAME = re.compile(r"[A-Za-z0-9_*?\[\]!-]+(\.[A-Za-z0-9_*?\[\]!-]+)?\Z")
+_MOST_CHARACTERS = 4096
 _WORDS = ("auto", "prefer", "require")
 
 
@@ -38,10 +39,10 @@ class PolicyRule:
 
     def __post_init__(self) -> None:
         if self.op is not None and self.op not in OPS:
-            raise PolicyError(f"policy scope {self.op!r}", "not a kind of op", f"use one of {', '.join(OPS)}")
+            raise PolicyError(f"policy scope {self.op[:80]!r}", "not a kind of op", f"use one of {', '.join(OPS)}")
         if not _NAME.match(self.name):
             fix = "use a backend, backend.kernel or a glob, e.g. cpu or cuda.humming_*"
-            raise PolicyError(f"policy name {self.name!r}", "not understood", fix)
+            raise PolicyError(f"policy name {self.name[:80]!r}", "not understood", fix)
 
     @property
     def whole_backend(self) -> bool:
@@ -88,7 +89,7 @@ class Policy:
 
     def __post_init__(self) -> None:
         if self.word not in _WORDS:
-            raise PolicyError(f"policy {self.word!r}", "unknown word", f"use {', '.join(_WORDS)}")
+            raise PolicyError(f"policy {self.word[:80]!r}", "unknown word", f"use {', '.join(_WORDS)}")
         if (self.word == "auto") != (not self.rules):
             fix = "use auto alone, prefer:NAME or require:NAME"
             raise PolicyError(f"policy {self.word!r}", "a name is missing" if not self.rules else "auto takes no name", fix)
@@ -108,6 +109,8 @@ class Policy:
         Raises:
             PolicyError: unknown word, scope or malformed name; the message shows it.
         """
+        if len(text) > _MOST_CHARACTERS:
+            raise PolicyError(f"policy {text[:40]!r}...", f"{len(text)} characters", f"use at most {_MOST_CHARACTERS}")
         word, colon, rest = text.strip().partition(":")
         if not colon:
             return cls(word)

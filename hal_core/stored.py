@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hal_core.errors import ValueDecodeError
 from hal_core.machine import FactMark, Machine, Mark
-from hal_core.reading import read_small_text
+from hal_core.reading import read_small_text, short
 
 __all__ = ["load_facts", "stored_names", "with_software"]
 
@@ -32,10 +32,19 @@ def load_facts(text: str) -> Machine:
     """
     if _NAME.match(text) and text in stored_names():
         return _decoded(_FOLDER / f"{text}.json", f"stored facts {text}")
-    if not Path(text).exists():
+    if not _exists(text):
         known = ", ".join(stored_names())
-        raise ValueDecodeError(f"facts {text!r}", "no such file, nor a stored name", f"give a file of 'hal facts', or one of {known}")
-    return _decoded(Path(text), f"facts {text}")
+        raise ValueDecodeError(
+            f"facts {short(text, 80)!r}", "no such file, nor a stored name", f"give a file of 'hal facts', or one of {known}"
+        )
+    return _decoded(Path(text), f"facts {short(text, 80)}")
+
+
+def _exists(text: str) -> bool:
+    try:
+        return bool(text) and Path(text).exists()
+    except (OSError, ValueError):  # a name that is too long, or holds a NUL
+        return False
 
 
 def with_software(machine: Machine, local: Machine) -> Machine:
@@ -55,7 +64,7 @@ def _decoded(path: Path, what: str) -> Machine:
         machine = Machine.from_json(text)
         _bounded(machine)
     except ValueDecodeError as error:
-        raise ValueDecodeError(what, str(error), "write them with 'hal facts > FILE'") from error
+        raise ValueDecodeError(what, short(error), "write them with 'hal facts > FILE'") from error
     return machine
 
 

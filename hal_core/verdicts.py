@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
-import tempfile
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +16,7 @@ from typing import TYPE_CHECKING
 from hal_core import settings
 from hal_core.errors import HalWarning, ValueDecodeError
 from hal_core.jsonable import dumps, loads
-from hal_core.reading import read_small_text
+from hal_core.reading import read_small_text, short, write_whole
 from hal_core.refusal import Refusal
 from hal_core.version import __version__
 
@@ -119,7 +117,7 @@ def remember(verdict: Verdict) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path):
             others = [old for old in _read() if old.key != verdict.key]
-            _replace(path, dumps(_File(_VERSION, (*others[-_MOST_VERDICTS + 1 :], verdict)), indent=1))
+            write_whole(path, dumps(_File(_VERSION, (*others[-_MOST_VERDICTS + 1 :], verdict)), indent=1))
     except OSError as error:
         warnings.warn(f"{path}: {error.strerror or error}; results of isolated probes are not remembered", HalWarning, stacklevel=2)
 
@@ -131,7 +129,7 @@ def _read() -> tuple[Verdict, ...]:
     try:
         file = loads(_File, read_small_text(path, _MOST_BYTES, str(path)))
     except ValueDecodeError as error:
-        warnings.warn(f"{path} is ignored: {error}", HalWarning, stacklevel=3)
+        warnings.warn(f"{path} is ignored: {short(error)}", HalWarning, stacklevel=3)
         return ()
     return file.verdicts if file.version == _VERSION else ()
 
@@ -147,14 +145,3 @@ def _locked(path: Path) -> Iterator[None]:
     with path.with_suffix(".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-
-
-def _replace(path: Path, text: str) -> None:
-    handle, name = tempfile.mkstemp(prefix=path.name, dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise

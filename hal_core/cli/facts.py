@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hal_core.cli.common import JSON, check_output, console, examples, print_json
+from hal_core.reading import write_whole
 
 if TYPE_CHECKING:
     from hal_core.machine import Machine
@@ -79,4 +80,4 @@ def _list(as_json: bool) -> None:
 
 def write_facts(target: Path, machine: Machine) -> None:
     """The file holds one JSON object and ends with a newline."""
-    target.write_text(machine.dumps() + "\n", encoding="utf-8")
+    write_whole(target, machine.dumps() + "\n")
