@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hal_core.machine import Machine
+from hal_core.numerics import ActivationQuant, Numerics
 from hal_core.testing import Plan, Result, Status, plan_of, run_case
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "outside_backend"
@@ -56,6 +57,15 @@ def test_fault_is_caught(name: str, machine: Machine) -> None:
     kernel, check = faults.FAULTS[name]
     found = failures(run(plan_of(f"faulty.{kernel.name}", kernel, machine), (check,), until_bad=True))
     assert found, f"{check} did not notice: {name}"
+
+
+def test_int8_activations_that_are_declared_pass(machine: Machine) -> None:
+    """The same arithmetic as one of the faults; only the declaration differs."""
+    answers = {"numerics": Numerics(activations=(ActivationQuant("int8", "token"),)), "error_bound": 2e-2}
+    honest = type("Honest", (faults.ExampleLinear,), {"prepare": lambda self, spec, weights: faults.Int8Linear(spec, weights), **answers})()
+    results = run(plan_of("honest.linear", honest, machine))
+    assert failures(results) == []
+    assert any(r.case == "honest.linear/refusals/numerics.activations" and r.status is Status.REFUSED for r in results)
 
 
 def test_every_named_fault_is_planted() -> None:

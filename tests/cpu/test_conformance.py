@@ -1,0 +1,13 @@
+"""The CPU backend under the conformance kit, as a vendor would have it in its own tests."""
+
+from __future__ import annotations
+
+import pytest
+
+from hal_core.testing import BackendConformance
+
+pytest.importorskip("hal_backend_cpu.kernels", reason="the hal-backend-cpu wheel is not installed")
+
+
+class TestCPU(BackendConformance):
+    backend = "cpu"
