@@ -12,11 +12,16 @@ from pathlib import Path
 
 import pytest
 from core.fakes import MACHINE, PLUGIN, entry_points, install, manifest
+from core.strategies import refusals, words
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hal_core import isolated, verdicts
 from hal_core.errors import HalError, HalWarning
 from hal_core.isolated import probe_isolated
+from hal_core.jsonable import dumps, loads
 from hal_core.machine import Machine, Version
+from hal_core.probe import Probe, probe_from
 from hal_core.refusal import Refusal
 from hal_core.registry import Registry
 from hal_core.verdicts import Trial, Verdict, recall, remember, verdict_file, wheel_key
@@ -273,6 +278,24 @@ def test_writers_at_once_lose_nothing_and_leave_nothing(site):
         if i % 100 == 0:
             remember(monkey)
     assert len(verdicts._read()) <= 200
+
+
+trials = st.builds(Trial, words, st.sampled_from(("passed", "failed", "skipped")), words, st.none() | st.floats(0, 10))
+
+
+@given(st.builds(
+    Verdict, words, words, words, words, st.lists(refusals, max_size=2).map(tuple), st.lists(words, max_size=2).map(tuple),
+    st.lists(trials, max_size=2).map(tuple), words,
+))  # fmt: skip
+def test_verdicts_round_trip(verdict):
+    assert loads(Verdict, dumps(verdict)) == verdict
+
+
+@given(st.lists(trials, max_size=3).map(tuple))
+def test_probes_with_trials_round_trip(found):
+    probe = replace(probe_from(MACHINE, ()), trials=found)
+    assert Probe.from_json(probe.dumps()) == probe
+    assert all(f"tried: {trial}" in str(probe) for trial in found)
 
 
 def test_a_time_limit_must_be_one(site):

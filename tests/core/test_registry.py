@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import random
+import subprocess
 import sys
 import threading
 from dataclasses import replace
@@ -265,3 +268,41 @@ def test_the_registry_of_the_process_detects_its_machine():
     assert default_registry() is default_registry()
     assert "reference" in {row.name for row in default_registry().rows()}
     assert Machine.detect().devices[0].kind == "cpu"
+
+
+def test_the_order_of_plugins_does_not_matter(site):
+    install(site, "good", kernels="[kernel('fast', priority=5), kernel('slow', priority=5), kernel('experts', 'moe')]")
+    install(site, "twin", distribution="hal-backend-twin")
+    install(site, "twin", distribution="zzz-twin")
+    install(site, "broken", code="raise ImportError('undefined symbol')")
+    install(site, "old", data=manifest("old", torch="==2.8.*"))
+    found, rng, seen = list(entry_points(site)), random.Random(5), set()
+    for _ in range(30):
+        rng.shuffle(found)
+        reg = Registry(found, MACHINE)
+        selection = select_from(LINEAR, MACHINE, Policy(), reg.kernels(), reg.rows())
+        seen.add((reg.rows(), tuple(k.name for k in reg.kernels()), selection.dumps()))
+    assert len(seen) == 1
+
+
+def test_hash_seeds_and_processes_do_not_matter(tmp_path):
+    code = """
+import sys
+sys.path[:0] = sys.argv[1:]
+from core.fakes import LINEAR, MACHINE, MOE, reference, registered
+from hal_core.explain import explain_from
+from hal_core.policy import Policy
+kernels = [registered(f"b{i % 3}.k{i}", priority=i % 2, layout=f"l{i % 2}") for i in range(9)] + [registered("b0.moe", "moe"), reference()]
+for spec in (LINEAR, MOE):
+    for policy in ("auto", "prefer:b1", "require:nothing"):
+        print(explain_from(spec, MACHINE, Policy.parse(policy), kernels).dumps())
+"""
+    paths = [path for path in sys.path if path]
+    printed = {
+        subprocess.run(
+            [sys.executable, "-c", code, *paths], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True, timeout=120
+        ).stdout
+        for seed in ("0", "1", "4242")
+    }
+    assert len(printed) == 1
+    assert b"b1.k" in printed.pop()
