@@ -13,12 +13,17 @@ from torch.nn.functional import pad
 from hal_core.canonical import pack_nibbles, unpack_nibbles
 from hal_core.fields import join_fields, split_fields
 
-__all__ = ["canonical_codes", "pack_fields", "signed_storage", "stored_codes", "unpack_fields", "unsigned_storage"]
+__all__ = ["canonical_codes", "pack_fields", "stored_codes", "unpack_fields", "unsigned_storage"]
+
+
+def byte_rows(words: Tensor) -> Tensor:
+    """int32 ``[.., W]`` as uint8 ``[.., 4*W]``; flat on the way, as a contiguous tensor may have any stride in a dimension of one."""
+    return words.contiguous().flatten().view(torch.uint8).view(*words.shape[:-1], -1) if words.numel() else words.view(torch.uint8)
 
 
 def unpack_fields(words: Tensor, bits: int, count: int) -> Tensor:
     """int32 ``[.., W]`` to the first ``count`` fields, uint8 ``[.., count]``."""
-    data = words.contiguous().view(torch.uint8)
+    data = byte_rows(words)
     if bits == 8:
         return data[..., :count].contiguous()
     if bits == 4:
@@ -30,34 +35,36 @@ def pack_fields(codes: Tensor, bits: int) -> Tensor:
     """uint8 ``[.., count]`` to int32 ``[.., ceil(count*bits/32)]``; unused bits are 0."""
     size = -(-codes.shape[-1] * bits // 32) * 4
     stream = join_fields(codes, bits)[..., :size]
-    return pad(stream, (0, size - stream.shape[-1])).contiguous().view(torch.int32)
+    data = pad(stream, (0, size - stream.shape[-1]))
+    return data.flatten().view(torch.int32).view(*codes.shape[:-1], size // 4)
 
 
-def canonical_codes(words: Tensor, bits: int, k: int) -> Tensor:
-    """int32 ``[.., W]`` packed along K to the canonical unsigned storage: nibble pairs for 4 bits, else a byte per code.
+def canonical_codes(words: Tensor, bits: int, k: int, signed: bool, reuse: bool = False) -> Tensor:
+    """int32 ``[.., W]`` packed along K to canonical storage: nibble pairs for 4 bits, else a byte per code.
 
-    4-bit words hold eight codes from the low nibble up, so on a little-endian machine their bytes are canonical already.
+    Words of 4 bits hold eight codes from the low nibble up, so on a little-endian machine their bytes are canonical already.
+
+    signed: codes are stored plus half their range, and wanted as two's complement. reuse: the result may take over the
+    memory of ``words``; else it is fresh.
     """
-    if bits != 4:
-        return unpack_fields(words, bits, k)
-    packed = words.contiguous().view(torch.uint8)[..., : (k + 1) // 2].contiguous()
-    return _without_padding(packed, k)
+    if bits not in (4, 8):
+        codes = unpack_fields(words, bits, k)
+        return codes.view(torch.int8).sub_(1 << (bits - 1)) if signed else codes
+    data = byte_rows(words)[..., : -(-k * bits // 8)]
+    if not (reuse and data.is_contiguous()):
+        data = (data ^ (0x88 if bits == 4 else 0x80) if signed else data.clone()).contiguous()
+    elif signed:
+        data.bitwise_xor_(0x88 if bits == 4 else 0x80)
+    return _without_padding(data, k) if bits == 4 else data.view(torch.int8) if signed else data
 
 
 def stored_codes(values: Tensor, bits: int, k: int) -> Tensor:
-    """Inverse of :func:`canonical_codes`."""
+    """Inverse of :func:`canonical_codes` for unsigned codes."""
     return pack_fields(unpack_nibbles(values, k) if bits == 4 else values, bits)
 
 
-def signed_storage(values: Tensor, bits: int, k: int) -> Tensor:
-    """Canonical unsigned codes to two's complement, ``code - 2**(bits-1)``; may reuse the memory of ``values``."""
-    if bits == 4:
-        return _without_padding(values.bitwise_xor_(0x88), k)
-    return values.view(torch.int8).sub_(1 << (bits - 1)) if bits < 8 else values.bitwise_xor_(0x80).view(torch.int8)
-
-
 def unsigned_storage(values: Tensor, bits: int, k: int) -> Tensor:
-    """Inverse of :func:`signed_storage`, in fresh memory."""
+    """Canonical two's complement to unsigned codes, ``code + 2**(bits-1)``, in fresh memory."""
     if bits == 4:
         return pack_nibbles(unpack_nibbles(values, k) ^ 8)
     return (values.to(torch.int16) + (1 << (bits - 1))).to(torch.uint8)

@@ -19,9 +19,10 @@ from torch.nn.functional import pad
 from hal_core.canonical import QuantizedTensor, unpack_nibbles
 from hal_core.errors import FormatError
 from hal_core.fields import split_last
-from hal_core.formats.bitstream import canonical_codes, pack_fields, signed_storage, unpack_fields, unsigned_storage
+from hal_core.formats.bitstream import canonical_codes, pack_fields, unpack_fields, unsigned_storage
 from hal_core.formats.gptq_tensors import group_count
 from hal_core.formats.packing import Packing, Plan, check_scales, expect, expect_float, expect_part
+from hal_core.turn import turn
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -39,14 +40,15 @@ class CTPackedPacking(Packing):
 
     name = "compressed-tensors:pack-quantized"
     suffixes = ("weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "weight_g_idx")
+    transient = ("weight_packed", "weight_zero_point")
 
     def words(self, count: int, bits: int) -> int:
         """Words that ``count`` codes take."""
         return -(-count * bits // 32)
 
-    def codes(self, words: Tensor, bits: int, k: int) -> Tensor:
-        """Canonical unsigned storage of packed codes."""
-        return canonical_codes(words, bits, k)
+    def codes(self, words: Tensor, bits: int, k: int, signed: bool) -> Tensor:
+        """Canonical storage of packed codes, in fresh memory."""
+        return canonical_codes(words, bits, k, signed)
 
     def fields(self, words: Tensor, bits: int, count: int) -> Tensor:
         """A byte for each packed code."""
@@ -96,10 +98,10 @@ class CTPackedPacking(Packing):
         if g_idx is not None:
             _check_index(g_idx, scales.shape[1], f"{module}.weight_g_idx")
             g_idx = g_idx if plan.scheme.act_order else None
-        values = self.codes(tensors["weight_packed"], bits, k)
+        values = self.codes(tensors["weight_packed"], bits, k, bool(plan.rule.symmetric))
         if plan.rule.symmetric:
-            return QuantizedTensor(plan.scheme, plan.shape, signed_storage(values, bits, k), scales, g_idx=g_idx)
-        zeros = self.fields(tensors["weight_zero_point"].t(), bits, n).t().contiguous()
+            return QuantizedTensor(plan.scheme, plan.shape, values, scales, g_idx=g_idx)
+        zeros = turn(self.fields(turn(tensors["weight_zero_point"]), bits, n))
         return QuantizedTensor(plan.scheme, plan.shape, values, scales, zeros=zeros, g_idx=g_idx)
 
     def pack(self, weight: QuantizedTensor, rule: Rule) -> dict[str, Tensor]:
@@ -124,8 +126,9 @@ class CTTensPacking(CTPackedPacking):
     def words(self, count: int, bits: int) -> int:
         return -(-count // 10) if bits == 3 else super().words(count, bits)
 
-    def codes(self, words: Tensor, bits: int, k: int) -> Tensor:
-        return self.fields(words, bits, k)
+    def codes(self, words: Tensor, bits: int, k: int, signed: bool) -> Tensor:
+        codes = self.fields(words, bits, k)
+        return codes.view(torch.int8).sub_(1 << (bits - 1)) if signed else codes
 
     def fields(self, words: Tensor, bits: int, count: int) -> Tensor:
         shifts = torch.arange(0, 10 * bits, bits, dtype=torch.int32)

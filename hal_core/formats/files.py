@@ -1,10 +1,12 @@
-"""Bytes of files into fresh memory, and small JSON files: nothing is mapped, nothing is allocated before its size is known."""
+"""Bytes of files into fresh memory, and small JSON files: nothing stays mapped, nothing is allocated before its size is known."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import math
+import mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +19,16 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["MAX_DIM", "MAX_JSON", "byte_view", "parse_json", "read_into", "read_json", "read_tensor", "shape_bytes"]
+__all__ = ["MAX_DIM", "MAX_JSON", "byte_view", "map_tensor", "parse_json", "read_into", "read_json", "read_tensor", "shape_bytes"]
 
 #: No weight has a dimension near this; it keeps products of dimensions far from overflow.
 MAX_DIM = 2**40
 #: Largest JSON text accepted (a safetensors header of a model with 100,000 tensors takes 15 MB).
 MAX_JSON = 100_000_000
+#: Below this a copy costs less than a mapping.
+_LEAST_MAPPED = 1 << 18
+#: MADV_POPULATE_READ of Linux 5.14, not named by Python's mmap.
+_POPULATE_READ = 22
 
 
 def byte_view(tensor: Tensor) -> Any:
@@ -57,6 +63,28 @@ def read_tensor(path: Path, offset: int, shape: tuple[int, ...], dtype: torch.dt
     except OSError as error:
         raise FormatError(what, f"{path} cannot be read: {error.strerror or error}") from error
     return tensor
+
+
+def map_tensor(path: Path, offset: int, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> Tensor:
+    """A tensor over the file's pages, which go when it goes: for decoders that read once and keep nothing.
+
+    Small and unaligned tensors are read instead.
+    """
+    count = math.prod(shape)
+    if count * dtype.itemsize < _LEAST_MAPPED or offset % dtype.itemsize:
+        return read_tensor(path, offset, shape, dtype, what)
+    start = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    try:
+        with path.open("rb") as file:
+            # a private mapping, because torch wants memory that could be written
+            pages = mmap.mmap(file.fileno(), offset - start + count * dtype.itemsize, access=mmap.ACCESS_COPY, offset=start)
+    except ValueError as error:
+        raise FormatError(what, f"the file ends early: {error}", "the file is truncated: fetch it again") from error
+    except OSError as error:
+        raise FormatError(what, f"{path} cannot be read: {error.strerror or error}") from error
+    with contextlib.suppress(OSError, AttributeError, ValueError):
+        pages.madvise(_POPULATE_READ)  # all pages in one call, where the kernel knows how
+    return torch.frombuffer(pages, dtype=dtype, count=count, offset=offset - start).view(shape)
 
 
 def shape_bytes(shape: tuple[int, ...], bits: int, what: str) -> int:

@@ -12,8 +12,9 @@ import torch
 
 from hal_core.canonical import QuantizedTensor
 from hal_core.errors import FormatError
-from hal_core.formats.bitstream import canonical_codes, pack_fields, signed_storage, stored_codes, unpack_fields, unsigned_storage
+from hal_core.formats.bitstream import canonical_codes, pack_fields, stored_codes, unpack_fields, unsigned_storage
 from hal_core.formats.packing import Packing, Plan, check_scales, check_symmetric, expect, expect_float, expect_part
+from hal_core.turn import turn
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -63,6 +64,7 @@ class GPTQPacking(Packing):
 
     name = "gptq"
     suffixes = ("qweight", "qzeros", "scales", "g_idx")
+    transient = ("qweight",)
 
     def plan(self, module: str, parts: Mapping[str, TensorInfo], rule: Rule) -> Plan:
         qweight, qzeros, scales = (expect_part(module, parts, suffix) for suffix in ("qweight", "qzeros", "scales"))
@@ -88,17 +90,29 @@ class GPTQPacking(Packing):
         return Plan(module, rule, parts, (n, k), rule.scheme(k))
 
     def unpack(self, tensors: Mapping[str, Tensor], plan: Plan) -> QuantizedTensor:
-        (n, k), bits, module = plan.shape, plan.rule.bits, plan.module
+        k, bits, module = plan.shape[1], plan.rule.bits, plan.module
         scales = tensors["scales"].t().contiguous()
         check_scales(scales, f"{module}.scales")
-        qzeros = tensors["qzeros"]
-        zeros = add_one(qzeros, bits, n) if plan.rule.zero_minus_one else unpack_fields(qzeros, bits, n)
         g_idx = _group_index(tensors.get("g_idx"), plan, scales.shape[1])
-        values = canonical_codes(tensors["qweight"].t(), bits, k)
+        symmetric = bool(plan.rule.symmetric)
+        zeros = None if symmetric and self._middle_only(tensors["qzeros"], plan.rule) else self._zeros(tensors["qzeros"], plan)
+        values = canonical_codes(turn(tensors["qweight"]), bits, k, symmetric, reuse=True)
+        return QuantizedTensor(plan.scheme, plan.shape, values, scales, zeros=None if symmetric else zeros, g_idx=g_idx)
+
+    def _middle_only(self, words: Tensor, rule: Rule) -> bool:
+        """Whether every zero point is the middle code, seen from whole words."""
+        if 32 % rule.bits:
+            return False
+        word = _ones(rule.bits) * ((1 << (rule.bits - 1)) - rule.zero_minus_one)
+        return bool((words == (word - 2**32 if word >= 2**31 else word)).all())
+
+    def _zeros(self, words: Tensor, plan: Plan) -> Tensor:
+        """True zero points ``[N, G]``; of a symmetric weight they are checked."""
+        bits, n = plan.rule.bits, plan.shape[0]
+        zeros = add_one(words, bits, n) if plan.rule.zero_minus_one else unpack_fields(words, bits, n)
         if plan.rule.symmetric:
-            check_symmetric(zeros, bits, f"{module}.qzeros")
-            return QuantizedTensor(plan.scheme, plan.shape, signed_storage(values, bits, k), scales, g_idx=g_idx)
-        return QuantizedTensor(plan.scheme, plan.shape, values, scales, zeros=zeros.t().contiguous(), g_idx=g_idx)
+            check_symmetric(zeros, bits, f"{plan.module}.qzeros")
+        return turn(zeros)
 
     def pack(self, weight: QuantizedTensor, rule: Rule) -> dict[str, Tensor]:
         (n, k), bits = weight.shape, rule.bits

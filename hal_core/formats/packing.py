@@ -24,7 +24,19 @@ if TYPE_CHECKING:
     from hal_core.formats.safetensors_file import TensorInfo
     from hal_core.schemes import ActivationScheme
 
-__all__ = ["Decision", "Packing", "Plan", "Rule", "Rules", "check_scales", "check_symmetric", "expect", "expect_float", "expect_part"]
+__all__ = [
+    "Decision",
+    "Packing",
+    "Plan",
+    "Rule",
+    "Rules",
+    "all_finite",
+    "check_scales",
+    "check_symmetric",
+    "expect",
+    "expect_float",
+    "expect_part",
+]
 
 _FLOAT_WORDS = ("F16", "BF16", "F32")
 
@@ -110,6 +122,8 @@ class Packing(ABC):
     name: str
     #: Suffixes of a module's tensors, beside ``bias``. One that begins with ``_`` follows the name without a dot.
     suffixes: tuple[str, ...]
+    #: Those of them that :meth:`unpack` only reads, and keeps no part of: they are mapped while it runs, not copied.
+    transient: tuple[str, ...] = ()
     #: Fused experts: the published parameter is called like the module, and ``[E, K, N]`` with rows of gate and up in turn.
     fused: bool = False
 
@@ -123,7 +137,7 @@ class Packing(ABC):
 
     @abstractmethod
     def unpack(self, tensors: Mapping[str, Tensor], plan: Plan) -> QuantizedTensor:
-        """Canonical weight of a module's tensors, which may be overwritten."""
+        """Canonical weight of a module's tensors, which may be overwritten, the transient ones apart."""
 
     @abstractmethod
     def pack(self, weight: QuantizedTensor, rule: Rule) -> dict[str, Tensor]:
@@ -131,7 +145,7 @@ class Packing(ABC):
 
     def read(self, plan: Plan) -> QuantizedTensor:
         """Fetch and unpack; what the tensors say is checked too."""
-        tensors = {suffix: info.read() for suffix, info in plan.parts.items()}
+        tensors = {suffix: info.map() if suffix in self.transient else info.read() for suffix, info in plan.parts.items()}
         try:
             return self.unpack(tensors, plan)
         except FormatError:
@@ -168,9 +182,17 @@ def expect_float(info: TensorInfo, shape: tuple[int, ...], why: str) -> None:
     expect(info, _FLOAT_WORDS, shape, why)
 
 
+def all_finite(tensor: Tensor) -> bool:
+    """No NaN and no infinity. Told from the exponent bits, some times faster than by ``isfinite``."""
+    infinity = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80}.get(tensor.dtype)
+    if infinity is None or not tensor.numel():
+        return bool(torch.isfinite(tensor).all())
+    return int((tensor.view(torch.int16) & 0x7FFF).max()) < infinity
+
+
 def check_scales(scales: Tensor, name: str) -> None:
     """Scales must be finite: a NaN would spread silently through a model."""
-    if not bool(torch.isfinite(scales).all()):
+    if not all_finite(scales):
         bad = int((~torch.isfinite(scales)).sum())
         raise FormatError(
             f"tensor {name}", f"{bad} of {scales.numel()} scales are NaN or infinite", "the checkpoint is damaged: fetch or make it again"

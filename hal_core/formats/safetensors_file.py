@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hal_core.errors import FormatError
-from hal_core.formats.files import MAX_JSON, parse_json, read_tensor, shape_bytes
+from hal_core.formats.files import MAX_JSON, map_tensor, parse_json, read_tensor, shape_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,6 +40,10 @@ class TensorInfo:
     def read(self) -> Tensor:
         """The tensor in fresh memory."""
         return read_tensor(self.path, self.offset, self.shape, DTYPES[self.dtype], f"tensor {self.name}")
+
+    def map(self) -> Tensor:
+        """The tensor over the file's own pages where that is possible, for a moment's reading; else in fresh memory."""
+        return map_tensor(self.path, self.offset, self.shape, DTYPES[self.dtype], f"tensor {self.name}")
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:

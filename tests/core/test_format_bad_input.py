@@ -334,21 +334,14 @@ def test_stored_shape_that_contradicts_the_packed_width(tmp_path):
     refused(make(tmp_path / "b", "ct", edit=lambda tensors: tensors.update({name: torch.tensor([-96, 64])})), name)
 
 
-def test_ten_codes_a_word_is_told_from_the_bit_stream(tmp_path):
-    def edit(tensors):
-        tensors[f"{UP}.weight_packed"] = torch.zeros(96, 7, dtype=torch.int32)
-
-    def config(quant):
-        quant["config_groups"]["group_0"]["weights"]["num_bits"] = 3
-
-    folder = make(tmp_path, "ct", edit, config)
-    with_header(folder, lambda header: None)
-    # The other modules do not fit 3 bits either; what matters is that the older width is recognized.
-    tensors, cfg, _ = checkpoints.make("ct")
-    only = {name: tensor for name, tensor in tensors.items() if UP in name or "proj" not in name}
-    edit(only)
-    config(cfg["quantization_config"])
-    refused(checkpoints.write(tmp_path / "only", only, cfg), "ten codes a word")
+@pytest.mark.parametrize(("kind", "width"), [("ct_3bit", 6), ("ct_3bit_tens", 7)])
+def test_ten_codes_a_word_is_told_from_the_bit_stream_by_its_width(tmp_path, kind, width):
+    tensors, config, weights = checkpoints.make(kind)
+    assert tensors[f"{UP}.weight_packed"].shape == (96, width)
+    got = open_checkpoint(checkpoints.write(tmp_path, tensors, config)).read(f"{UP}.weight")
+    assert torch.equal(got.values, weights[UP].values)
+    tensors[f"{UP}.weight_packed"] = torch.zeros(96, 8, dtype=torch.int32)
+    refused(checkpoints.write(tmp_path / "neither", tensors, config), f"{UP}.weight_shape", "does not fit weight_packed")
 
 
 def moe(tmp_path, edit):
