@@ -25,14 +25,19 @@ class Dequantized(Checkpoint):
         self.packed = packed
         self.format = f"{packed.format}, dequantized"
         self.path, self.config, self.files = packed.path, packed.config, packed.files
-        self.entries = {name: replace(entry, scheme=WeightScheme("fp32"), activations=None) for name, entry in packed.entries.items()}
+        plain = WeightScheme("fp32")
+        self.entries = {
+            name: replace(entry, scheme=plain, activations=None, fused=False) for name, entry in packed.entries.items()
+        }  # fmt: skip
 
     def read(self, name: str) -> QuantizedTensor:
         raise FormatError(f"tensor {name}", "is dequantized here", "use load()")
 
     def load(self, name: str) -> Tensor:
-        if name in self.packed.entries and self.packed.entries[name].quantized:
-            return self.packed.read(name).dequantize()
+        entry = self.packed.entries.get(name)
+        if entry is not None and entry.quantized:
+            weight = self.packed.read(name).dequantize()
+            return weight.transpose(-1, -2).contiguous() if entry.fused else weight
         return self.packed.load(name).float()
 
 

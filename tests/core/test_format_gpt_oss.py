@@ -6,8 +6,10 @@ import checkpoints
 import float_checkpoints as floats
 import pytest
 import torch
+from golden import goldens
 from safetensors.torch import load_file
 
+from hal_core.baseline import dequantized_model
 from hal_core.canonical import stack
 from hal_core.dequantize import dequantize_checkpoint
 from hal_core.errors import FormatError
@@ -65,6 +67,15 @@ def test_gate_is_in_even_rows_and_the_plan_says_what_is_computed(tmp_path):
     assert (spec.num_experts, spec.top_k, spec.hidden, spec.intermediate, spec.bias) == (E, 2, H, I, True)
     assert str(spec.activation) == "swiglu_oai(alpha=1.702, limit=5)"
     assert dict(planned.members)["gate_up_bias"] == f"{BLOCK}.gate_up_proj_bias"
+
+
+def test_the_dequantized_model_is_transformers_own():
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    folder = goldens.folder("gptoss_mxfp4")
+    golden = load_file(folder / "golden.safetensors")
+    with torch.inference_mode():
+        logits = dequantized_model(open_checkpoint(folder))(input_ids=golden["input_ids"], use_cache=False).logits
+    assert float((logits - golden["logits"]).norm() / golden["logits"].norm()) < 1e-5
 
 
 def drop(name):
