@@ -37,7 +37,7 @@ def allowed(kernel: Kernel[Any], spec: Spec) -> float:
 class Ruler:
     """Measures results for rows of one truth, float64 ``[M, ..]``.
 
-    A row that cancels to nearly nothing is measured against a tenth of the median row.
+    Rounding of operands scales with what is summed, not with the sum: a row that cancels is measured against the median row.
     """
 
     def __init__(self, truth: Tensor, bound: float) -> None:
@@ -45,7 +45,7 @@ class Ruler:
         norms = truth.reshape(len(truth), -1).norm(dim=1) if truth.numel() else truth.new_zeros(1)
         if not bool(torch.isfinite(norms).all()):
             raise CheckFailedError("the kit's own truth is not finite: report this")
-        self._floor = float(norms[norms > 0].median()) * 0.1 if bool((norms > 0).any()) else 1.0
+        self._floor = float(norms[norms > 0].median()) if bool((norms > 0).any()) else 1.0
 
     def check(self, y: Tensor, rows: slice | Tensor = slice(None), what: str = "result") -> None:
         """Raise unless ``y`` is the truth's ``rows`` within the bound, as a whole and row by row."""
@@ -63,7 +63,7 @@ class Ruler:
     def _compare(self, y: Tensor, truth: Tensor, what: str) -> None:
         off = (y - truth).norm(dim=1)
         row = off / truth.norm(dim=1).clamp(min=self._floor)
-        whole = float(off.norm() / truth.norm().clamp(min=self._floor))
+        whole = float(off.norm() / truth.norm().clamp(min=self._floor * len(y) ** 0.5))
         worst = int(row.argmax())
         self.largest = max(self.largest, whole)
         if whole > self.bound:

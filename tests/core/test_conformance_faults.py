@@ -16,6 +16,7 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "outside_backend"
 sys.path.insert(0, str(EXAMPLE))
 _SPEC = importlib.util.spec_from_file_location("example_faults", EXAMPLE / "tests" / "faults.py")
 faults = importlib.util.module_from_spec(_SPEC)
+sys.modules["example_faults"] = faults  # torch.compile looks modules up
 _SPEC.loader.exec_module(faults)
 
 #: What the issue of the kit names, word for word; more are in faults.py.

@@ -13,6 +13,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "outside_backend"
+#: An installed hal-core registers the kit's plugin by itself; a source folder does not.
+PLUGINS = ("-p", "no:cacheprovider", "-p", "hal_core.testing.plugin")
 
 
 @pytest.fixture(scope="module")
@@ -38,15 +40,7 @@ def hal(site: Path, *arguments: str) -> subprocess.CompletedProcess:
 
 
 def conformance(site: Path, *arguments: str) -> subprocess.CompletedProcess:
-    plugin = () if installed_with_entry_points() else ("-p", "hal_core.testing.plugin")
-    return run(site, "-m", "pytest", "-q", "-p", "no:cacheprovider", *plugin, "--pyargs", "hal_core.testing", *arguments)
-
-
-def installed_with_entry_points() -> bool:
-    """Whether pytest finds the plugin by itself: not on a source folder."""
-    from importlib.metadata import entry_points
-
-    return any(ep.value == "hal_core.testing.plugin" for ep in entry_points(group="pytest11"))
+    return run(site, "-m", "pytest", "-q", *PLUGINS, "--pyargs", "hal_core.testing", *arguments)
 
 
 def test_wheel_holds_the_package_and_its_two_files(site: Path) -> None:
@@ -94,9 +88,8 @@ def test_a_list_of_expected_failures_that_went_stale_fails(site: Path, tmp_path:
 
 
 def test_its_own_ten_line_test_passes(site: Path) -> None:
-    plugin = () if installed_with_entry_points() else ("-p", "hal_core.testing.plugin")
     test = EXAMPLE / "tests" / "test_conformance.py"
     assert len([line for line in test.read_text().splitlines() if line.strip()]) <= 10
-    options = ("-q", "-p", "no:cacheprovider", *plugin, "-c", os.devnull, "-k", "declaration or refusals or effects")
+    options = ("-q", *PLUGINS, "-c", os.devnull, "-k", "declaration or refusals or effects")
     done = run(site, "-m", "pytest", *options, str(test))
     assert done.returncode == 0, done.stdout[-2000:]
