@@ -43,7 +43,7 @@ class AWQPacking(Packing):
 
     name = "awq:gemm"
     suffixes = ("qweight", "qzeros", "scales")
-    transient = ("qweight",)
+    transient = ("qweight", "qzeros", "scales")
 
     def plan(self, module: str, parts: Mapping[str, TensorInfo], rule: Rule) -> Plan:
         qweight, qzeros, scales = (expect_part(module, parts, suffix) for suffix in self.suffixes)
@@ -59,11 +59,11 @@ class AWQPacking(Packing):
 
     def unpack(self, tensors: Mapping[str, Tensor], plan: Plan) -> QuantizedTensor:
         (n, k), module = plan.shape, plan.module
-        scales = tensors["scales"].t().contiguous()
-        check_scales(scales, f"{module}.scales")
-        zeros = unpack_fields(tensors["qzeros"], 4, n).view(-1, n // 8, 8)[..., _NIBBLES].flatten(-2)
         symmetric = bool(plan.rule.symmetric)
         values = canonical_codes(_pair_rows(tensors["qweight"]), 4, k, symmetric, reuse=True)
+        scales = turn(tensors["scales"])
+        check_scales(scales, f"{module}.scales")
+        zeros = unpack_fields(tensors["qzeros"], 4, n).view(-1, n // 8, 8)[..., _NIBBLES].flatten(-2)
         if symmetric:
             check_symmetric(zeros, 4, f"{module}.qzeros")
         return QuantizedTensor(plan.scheme, plan.shape, values, scales, zeros=None if symmetric else turn(zeros))

@@ -40,7 +40,7 @@ class CTPackedPacking(Packing):
 
     name = "compressed-tensors:pack-quantized"
     suffixes = ("weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "weight_g_idx")
-    transient = ("weight_packed", "weight_zero_point")
+    transient = ("weight_packed", "weight_scale", "weight_zero_point")
 
     def words(self, count: int, bits: int) -> int:
         """Words that ``count`` codes take."""
@@ -92,13 +92,14 @@ class CTPackedPacking(Packing):
 
     def unpack(self, tensors: Mapping[str, Tensor], plan: Plan) -> QuantizedTensor:
         (n, k), bits, module = plan.shape, plan.rule.bits, plan.module
-        scales = tensors["weight_scale"].view(1, 1) if plan.rule.per_tensor else tensors["weight_scale"]
+        values = self.codes(tensors["weight_packed"], bits, k, bool(plan.rule.symmetric))
+        scales = tensors["weight_scale"].clone()
+        scales = scales.view(1, 1) if plan.rule.per_tensor else scales
         check_scales(scales, f"{module}.weight_scale")
         g_idx = tensors.get("weight_g_idx")
         if g_idx is not None:
             _check_index(g_idx, scales.shape[1], f"{module}.weight_g_idx")
             g_idx = g_idx if plan.scheme.act_order else None
-        values = self.codes(tensors["weight_packed"], bits, k, bool(plan.rule.symmetric))
         if plan.rule.symmetric:
             return QuantizedTensor(plan.scheme, plan.shape, values, scales, g_idx=g_idx)
         zeros = turn(self.fields(turn(tensors["weight_zero_point"]), bits, n))

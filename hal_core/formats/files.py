@@ -26,7 +26,7 @@ MAX_DIM = 2**40
 #: Largest JSON text accepted (a safetensors header of a model with 100,000 tensors takes 15 MB).
 MAX_JSON = 100_000_000
 #: Below this a copy costs less than a mapping.
-_LEAST_MAPPED = 1 << 18
+_LEAST_MAPPED = 1 << 16
 #: MADV_POPULATE_READ of Linux 5.14, not named by Python's mmap.
 _POPULATE_READ = 22
 
@@ -110,10 +110,14 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def _no_constant(word: str) -> Any:
+    raise ValueError(f"{word} is no JSON number")
+
+
 def parse_json(data: bytes, what: str) -> dict[str, Any]:
     """A JSON object without repeated keys."""
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise FormatError(what, f"not valid JSON ({error})", "fetch the file again") from error
     if not isinstance(value, dict):

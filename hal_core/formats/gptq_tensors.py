@@ -64,7 +64,7 @@ class GPTQPacking(Packing):
 
     name = "gptq"
     suffixes = ("qweight", "qzeros", "scales", "g_idx")
-    transient = ("qweight",)
+    transient = ("qweight", "qzeros", "scales")
 
     def plan(self, module: str, parts: Mapping[str, TensorInfo], rule: Rule) -> Plan:
         qweight, qzeros, scales = (expect_part(module, parts, suffix) for suffix in ("qweight", "qzeros", "scales"))
@@ -91,12 +91,12 @@ class GPTQPacking(Packing):
 
     def unpack(self, tensors: Mapping[str, Tensor], plan: Plan) -> QuantizedTensor:
         k, bits, module = plan.shape[1], plan.rule.bits, plan.module
-        scales = tensors["scales"].t().contiguous()
+        symmetric = bool(plan.rule.symmetric)
+        values = canonical_codes(turn(tensors["qweight"]), bits, k, symmetric, reuse=True)
+        scales = turn(tensors["scales"])
         check_scales(scales, f"{module}.scales")
         g_idx = _group_index(tensors.get("g_idx"), plan, scales.shape[1])
-        symmetric = bool(plan.rule.symmetric)
         zeros = None if symmetric and self._middle_only(tensors["qzeros"], plan.rule) else self._zeros(tensors["qzeros"], plan)
-        values = canonical_codes(turn(tensors["qweight"]), bits, k, symmetric, reuse=True)
         return QuantizedTensor(plan.scheme, plan.shape, values, scales, zeros=None if symmetric else zeros, g_idx=g_idx)
 
     def _middle_only(self, words: Tensor, rule: Rule) -> bool:

@@ -122,7 +122,8 @@ class Packing(ABC):
     name: str
     #: Suffixes of a module's tensors, beside ``bias``. One that begins with ``_`` follows the name without a dot.
     suffixes: tuple[str, ...]
-    #: Those of them that :meth:`unpack` only reads, and keeps no part of: they are mapped while it runs, not copied.
+    #: Those of them that :meth:`unpack` only reads, and keeps no part of: they are mapped while it runs, not copied. It makes
+    #: the largest part of its result first, so that the allocator can use the memory of the last weight again.
     transient: tuple[str, ...] = ()
     #: Fused experts: the published parameter is called like the module, and ``[E, K, N]`` with rows of gate and up in turn.
     fused: bool = False
