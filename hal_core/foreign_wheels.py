@@ -19,9 +19,11 @@ from hal_core.refusal import Refusal
 if TYPE_CHECKING:
     from hal_core.machine import Machine
 
-__all__ = ["foreign_manifest", "foreign_refusals"]
+__all__ = ["FOREIGN", "foreign_manifest", "foreign_refusals"]
 
 _FOLDER = Path(__file__).parent / "foreign"
+#: Normalized names of the distributions that are known: one look at each installed one must be cheap.
+FOREIGN = ("intel-extension-for-pytorch",)
 #: Each release of these runs with the torch release of its own number and no other.
 _LOCKSTEP = ("intel-extension-for-pytorch",)
 
@@ -33,7 +35,7 @@ def _manifests() -> dict[str, BackendManifest]:
 
 
 def foreign_manifest(distribution: str, version: str) -> BackendManifest | None:
-    """What is known of an installed wheel, for its installed version; None for one that is not in the set. Names are normalized."""
+    """What is known of an installed wheel, for its installed version; None for one that is not in :data:`FOREIGN`."""
     manifest = _manifests().get(distribution)
     if manifest is None or distribution not in _LOCKSTEP:
         return manifest

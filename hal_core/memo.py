@@ -17,7 +17,17 @@ __all__ = ["SelectionMemo"]
 
 _Kernels = tuple["RegisteredKernel", ...]
 _Rows = tuple["BackendRow", ...]
-_Known = dict[tuple["Spec", "Machine", "Policy"], "Selection"]
+_Key = tuple["Spec", "Machine", "Policy"]
+
+
+class _Answers:
+    """What is known for one state of a registry: by value, and for the very objects that asked before without comparing them."""
+
+    def __init__(self, kernels: _Kernels, rows: _Rows) -> None:
+        self.kernels, self.rows = kernels, rows
+        self.by_value: dict[_Key, Selection] = {}
+        # The objects are kept beside the answer, so that no other object can come to have their id.
+        self.by_id: dict[int, tuple[Spec, Machine, Policy, Selection]] = {}
 
 
 class SelectionMemo:
@@ -29,23 +39,28 @@ class SelectionMemo:
 
     def __init__(self, most: int = 4096) -> None:
         self._most = most
-        # One tuple, replaced as a whole: a reader sees kernels, rows and answers that belong together.
-        self._state: tuple[_Kernels, _Rows, _Known] = ((), (), {})
+        # Replaced as a whole: a reader sees kernels, rows and answers that belong together.
+        self._answers = _Answers((), ())
 
     def select(self, spec: Spec, machine: Machine, policy: Policy, kernels: _Kernels, rows: _Rows) -> Selection:
         """As ``select_from``; errors are not kept."""
-        old_kernels, old_rows, known = self._state
-        if old_kernels is not kernels or old_rows is not rows:
-            known = {}
-            self._state = (kernels, rows, known)
+        answers = self._answers
+        if answers.kernels is not kernels or answers.rows is not rows:
+            answers = self._answers = _Answers(kernels, rows)
+        same = answers.by_id.get(id(spec))
+        if same is not None and same[0] is spec and same[1] is machine and same[2] is policy:
+            return same[3]
         key = (spec, machine, policy)
-        found = known.get(key)
+        found = answers.by_value.get(key)
         if found is None:
             found = select_from(spec, machine, policy, kernels, rows)
-            if len(known) >= self._most:
-                known.clear()
-            known[key] = found
+            if len(answers.by_value) >= self._most:
+                answers.by_value.clear()
+            answers.by_value[key] = found
+        if len(answers.by_id) >= self._most:
+            answers.by_id.clear()
+        answers.by_id[id(spec)] = (spec, machine, policy, found)
         return found
 
     def __len__(self) -> int:
-        return len(self._state[2])
+        return len(self._answers.by_value)

@@ -426,6 +426,16 @@ def test_errors_are_not_kept_and_memory_is_bounded(process):
     assert len(kept) <= 3
 
 
+def test_the_same_object_under_another_policy_or_machine_is_another_question(process):
+    kept = SelectionMemo()
+    spec, slow = replace(LINEAR), Policy.parse("require:cpu.slow")
+    for _ in range(2):
+        assert kept.select(spec, MACHINE, Policy(), KERNELS, ROWS).kernel == "cpu.fast"
+        assert kept.select(spec, MACHINE, slow, KERNELS, ROWS).kernel == "cpu.slow"
+        assert kept.select(spec, replace(MACHINE, isa=()), Policy(), KERNELS, ROWS).kernel == "reference.linear"
+    assert len(kept) == 3
+
+
 def test_threads_that_ask_at_once_get_equal_answers(process):
     kept, found = SelectionMemo(), []
     threads = [

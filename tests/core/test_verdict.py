@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from core.fakes import MACHINE, entry_points, install, manifest, registered, row
 
+from hal_core import foreign_wheels
 from hal_core.errors import ValueDecodeError
-from hal_core.foreign_wheels import foreign_manifest
+from hal_core.foreign_wheels import FOREIGN, foreign_manifest
 from hal_core.machine import Denied, Device, Version
 from hal_core.manifest import BackendManifest
 from hal_core.probe import probe_from, rows_elsewhere
@@ -133,6 +135,8 @@ def test_ipex_goes_in_lockstep_with_torch(site, version, torch, row):
 
 def test_the_set_of_other_wheels(site):
     assert foreign_manifest("numpy", "2.0") is None
+    assert all(foreign_manifest(name, "1.0").distribution == name for name in FOREIGN)
+    assert len(FOREIGN) == len(list((Path(foreign_wheels.__file__).parent / "foreign").glob("*.json")))
     assert foreign_manifest("intel-extension-for-pytorch", "unreadable").torch == "==2.8.*"
     assert foreign_manifest("intel-extension-for-pytorch", "2").torch == "==2.0.*"
 
