@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from hal_core.errors import FormatError
 from hal_core.formats.files import byte_view
 from hal_core.formats.open import open_checkpoint
+from hal_core.outputs import check_output, whole_file
 
 if TYPE_CHECKING:
     import os
@@ -43,32 +41,15 @@ def dequantize_checkpoint(path: str | os.PathLike[str], out: str | os.PathLike[s
         progress: called as ``progress(bytes_done, bytes_total, name)`` after each parameter.
 
     Raises:
-        FormatError: the checkpoint cannot be read, or the file cannot be written there; nothing is left behind.
+        FormatError: the checkpoint cannot be read. OutputError: the file cannot be written there. Nothing is left behind.
     """
     checkpoint, target = open_checkpoint(path), Path(out)
-    _check_target(checkpoint, target)
+    check_output(target, checkpoint.path, checkpoint.files)
     header, total = _header(checkpoint)
-    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
-    try:
-        with partial.open("xb") as file:
-            file.write(header)
-            _write_all(checkpoint, file, total, progress)
-        partial.replace(target)
-    except OSError as error:
-        raise FormatError(f"output {target}", f"cannot be written: {error.strerror or error}", "choose another place") from error
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink()  # gone already when all went well
+    with whole_file(target) as partial, partial.open("xb") as file:
+        file.write(header)
+        _write_all(checkpoint, file, total, progress)
     return target
-
-
-def _check_target(checkpoint: Checkpoint, target: Path) -> None:
-    if target.is_dir():
-        raise FormatError(f"output {target}", "is a folder", "give the name of a .safetensors file")
-    if target.exists() and any(target.samefile(file) for file in checkpoint.files):
-        raise FormatError(f"output {target}", "is a file of the checkpoint itself", "choose another name")
-    if not target.parent.is_dir():
-        raise FormatError(f"output {target}", f"there is no folder {target.parent}", "make it first")
 
 
 def _header(checkpoint: Checkpoint) -> tuple[bytes, int]:

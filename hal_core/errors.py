@@ -16,6 +16,7 @@ __all__ = [
     "HalWarning",
     "MissingDependencyError",
     "NoKernelError",
+    "OutputError",
     "PolicyError",
     "SettingError",
     "ShapeError",
@@ -48,6 +49,10 @@ class FormatError(HalError):
 
 class ValueDecodeError(HalError):
     """JSON that does not describe the value it is decoded into (unknown field, wrong type, bad range)."""
+
+
+class OutputError(HalError):
+    """A file that cannot or must not be written."""
 
 
 class PolicyError(HalError):

@@ -29,7 +29,7 @@ def cpu_isa() -> str | None:
     Raises:
         SettingError: not a level; a misspelt limit must not silently run at full speed.
     """
-    level = _read("HAL_CPU_ISA")
+    level = os.environ.get("HAL_CPU_ISA") or None  # as it stands: native code reads the same variable
     if level is not None and level not in CPU_ISA_LEVELS:
         raise SettingError(f"HAL_CPU_ISA={level!r}", "unknown level", f"use one of {', '.join(CPU_ISA_LEVELS)}, or unset it")
     return level

@@ -12,7 +12,6 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from hal_core.errors import SettingError
 from hal_core.explain_checkpoint import layer_pattern as module_pattern
 
 if TYPE_CHECKING:
@@ -24,7 +23,6 @@ __all__ = [
     "NUMERICS",
     "OUT",
     "POLICY",
-    "check_output",
     "console",
     "examples",
     "human_bytes",
@@ -79,19 +77,10 @@ def human_bytes(count: float) -> str:
     return f"{count:.2f} TB"
 
 
-def check_output(path: Path) -> Path:
-    """Refuse an output that could not be written, before any work is done."""
-    if path.is_dir():
-        raise SettingError(f"--out {path}", "is a folder", "name a file")
-    if not path.absolute().parent.is_dir():
-        raise SettingError(f"--out {path}", "its folder does not exist", "make the folder first")
-    return path
-
-
 @contextmanager
 def progress_bar(title: str, quiet: bool) -> Iterator[Callable[[int, int, str], None] | None]:
     """A byte progress bar on standard error; yields the callback ``(done, total, name)``."""
-    if quiet:
+    if quiet or not (sys.stderr and sys.stderr.isatty()):  # a bar in a log is an empty line
         yield None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hal_core.cli.common import CHECKPOINT, JSON, OUT, check_output, console, examples, human_bytes, print_json, progress_bar
+from hal_core.cli.common import CHECKPOINT, JSON, OUT, console, examples, human_bytes, print_json, progress_bar
 
 if TYPE_CHECKING:
     import typer
@@ -20,10 +20,12 @@ def register(app: typer.Typer) -> None:
         """Write every parameter in float32, with the names and shapes of the published unquantized checkpoint."""
         from hal_core.dequantize import dequantize_checkpoint
         from hal_core.hub import resolve_checkpoint
+        from hal_core.outputs import check_output
 
-        target = check_output(out)
+        path = resolve_checkpoint(checkpoint)
+        target = check_output(out, path)
         with progress_bar("dequantizing", as_json) as progress:
-            dequantize_checkpoint(resolve_checkpoint(checkpoint), target, progress=progress)
+            dequantize_checkpoint(path, target, progress=progress)
         size = target.stat().st_size
         if as_json:
             print_json({"checkpoint": checkpoint, "out": str(target), "bytes": size})

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hal_core.cli.common import JSON, check_output, console, examples, print_json
+from hal_core.cli.common import JSON, console, examples, print_json
+from hal_core.outputs import check_output
 from hal_core.reading import write_whole
 
 if TYPE_CHECKING:
@@ -59,11 +60,25 @@ def register(app: typer.Typer) -> None:
             typer.echo(machine.dumps())
             return
         target = check_output(out)
+        _check_replaced(target)
         write_facts(target, machine)
         if as_json:
             print_json({"out": str(target), "bytes": target.stat().st_size})
         else:
             console().print(f"wrote {target}: {'; '.join(map(str, machine.devices))}", markup=False)
+
+
+def _check_replaced(target: Path) -> None:
+    """An existing file is replaced only when it holds facts: anything else was named by mistake."""
+    from hal_core.errors import OutputError, ValueDecodeError
+    from hal_core.stored import load_facts
+
+    if not target.exists() or target.stat().st_size == 0:
+        return
+    try:
+        load_facts(str(target))
+    except ValueDecodeError as error:
+        raise OutputError(f"output {target}", "exists and holds no facts", "choose another name") from error
 
 
 def _list(as_json: bool) -> None:

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hal_core.cli.common import CHECKPOINT, JSON, NUMERICS, OUT, POLICY, check_output, console, examples, print_json, progress_bar
+from hal_core.cli.common import CHECKPOINT, JSON, NUMERICS, OUT, POLICY, console, examples, print_json, progress_bar
 from hal_core.errors import SettingError
+from hal_core.outputs import check_output, whole_file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,11 +43,13 @@ def register(app: typer.Typer) -> None:
     ) -> None:
         """Run the model once in float32 and write its logits: key 'logits', float32 [1, T, vocab]."""
         import hal_core
+        from hal_core.hub import resolve_checkpoint
 
         tokens = parse_ids(ids)
-        target = check_output(out)
+        path = resolve_checkpoint(checkpoint)
+        target = check_output(out, path)
         with progress_bar("loading", as_json) as progress:
-            model = hal_core.load(checkpoint, policy=policy, numerics=numerics, dtype="fp32", progress=progress)
+            model = hal_core.load(path, policy=policy, numerics=numerics, dtype="fp32", progress=progress)
         values = compute_logits(model, tokens)
         write_logits(target, values, model.hal)
         summary = {
@@ -74,12 +77,9 @@ def compute_logits(model: Any, tokens: list[int]) -> Tensor:
 
 
 def write_logits(target: Path, values: Tensor, report: Any) -> None:
-    """Write beside the target and rename, so that a broken write leaves nothing under its name."""
-    from safetensors.torch import save_file
+    """One safetensors file, complete or not there at all."""
+    from safetensors.torch import save
 
-    part = target.with_name(f".{target.name}.part")
-    try:
-        save_file({"logits": values.contiguous()}, part, metadata={"producer": "hal-core", "kernels": str(report.kernels())})
-        part.replace(target)
-    finally:
-        part.unlink(missing_ok=True)
+    data = save({"logits": values.contiguous()}, metadata={"producer": "hal-core", "kernels": str(report.kernels())})
+    with whole_file(target) as partial:
+        partial.write_bytes(data)

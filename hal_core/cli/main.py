@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
 import sys
+import threading
 import traceback
-from typing import Annotated
+import warnings
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hal_core import settings
 from hal_core.cli import dequantize, explain, facts, inspect, logits, perplexity, probe, run, verify
-from hal_core.errors import HalError, NoKernelError
+from hal_core.errors import HalError, HalWarning, NoKernelError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 __all__ = ["app", "app_main"]
 
@@ -56,26 +65,74 @@ def one_line(error: HalError) -> str:
 
 
 def app_main(arguments: list[str] | None = None) -> None:
-    """Run the command line and exit with 0, 1 (a fault of the program), 2 (of the input) or 130 (interrupted)."""
+    """Run the command line and exit with 0, 1 (a fault of the program), 2 (of the input), 130 or 143 (interrupted)."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    debug = "--debug" in arguments or os.environ.get("HAL_DEBUG", "") not in ("", "0")
+    _open_closed_streams()
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when transformers is imported; its notes are not about the user's input
+    try:
+        debug = "--debug" in arguments or settings.debug()
+    except HalError as error:
+        typer.echo(f"error: {one_line(error)}", err=True)
+        sys.exit(2)
     arguments = [argument for argument in arguments if argument != "--debug"]
-    sys.exit(_guarded(arguments, debug))
+    sys.exit(_guarded(arguments or ["--help"], debug))
+
+
+def _open_closed_streams() -> None:
+    """A stream that was closed before the start is None; what is printed there goes nowhere, as asked."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8"))
+
+
+def _terminated(_signal: int, _frame: object) -> None:
+    raise _Terminated
+
+
+class _Terminated(BaseException):
+    """SIGTERM as an exception, so that half-written files are removed on the way out."""
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """One line for each warning of ours; other libraries' warnings are about their own use of each other."""
+
+    def show(message: Warning | str, category: type[Warning], *_: object) -> None:
+        if issubclass(category, HalWarning):
+            typer.echo(f"warning: {' '.join(str(message).split())}", err=True)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("always", HalWarning)
+        warnings.showwarning = show  # type: ignore[assignment]
+        # what the warnings say is also logged, for engines; a terminal needs it once
+        logging.getLogger("hal_core").addHandler(logging.NullHandler())
+        yield
 
 
 def _guarded(arguments: list[str], debug: bool) -> int:
+    previous = signal.getsignal(signal.SIGTERM)
     try:
-        return int(app(arguments, standalone_mode=False, prog_name="hal") or 0)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, _terminated)
+        with _quietly():
+            code = int(app(arguments, standalone_mode=False, prog_name="hal") or 0)
+        if code == 130:  # typer ends an interrupted command by itself, without a word
+            typer.echo("error: interrupted", err=True)
+        return code
     except BrokenPipeError:
         # the reader of a pipe went away: nothing is left to say, and closing must not raise again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  the last resort of a program: every kind gets its line and its code
+    except (Exception, KeyboardInterrupt, _Terminated) as error:  # noqa: BLE001  the last resort: every kind gets its line and its code
         if debug:
             traceback.print_exception(error)
         message, code = _verdict(error)
         typer.echo(f"error: {message}", err=True)
         return code
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, previous)
 
 
 def _verdict(error: BaseException) -> tuple[str, int]:
@@ -86,6 +143,8 @@ def _verdict(error: BaseException) -> tuple[str, int]:
         return _usage(error), 2
     if isinstance(error, (KeyboardInterrupt, typer.Abort)):
         return "interrupted", 130
+    if isinstance(error, _Terminated):
+        return "terminated", 143
     if isinstance(error, OSError):
         return f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", 2
     return f"internal error: {type(error).__name__}: {error} (run again with --debug and report it)", 1

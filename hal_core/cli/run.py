@@ -144,6 +144,10 @@ def load_tokenizer(path: Path) -> Any:
 
 def encode(tokenizer: Any, prompt: str, chat: bool | None) -> Any:
     """Token ids ``[1, T]`` of the prompt, in the chat template when asked or when there is one."""
+    try:
+        prompt.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise SettingError("--prompt", "is not text in the terminal's encoding", "use a UTF-8 locale, e.g. LC_ALL=C.UTF-8") from error
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if chat and not has_template:
         raise SettingError("--chat", "the checkpoint has no chat template", "leave it out, or use --no-chat")

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hal_core.cli.common import JSON, check_output, console, examples, print_json
+from hal_core.cli.common import JSON, console, examples, print_json
+from hal_core.outputs import check_output
 
 if TYPE_CHECKING:
     from hal_core.testing.kit import Kit, Report

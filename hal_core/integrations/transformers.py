@@ -6,6 +6,7 @@ the packed model and one module's canonical weights.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,10 +15,11 @@ from torch import nn
 from hal_core.api import prepare
 from hal_core.canonical import stack
 from hal_core.dtypes import dtype_word, torch_dtype
-from hal_core.errors import FormatError, HalError, MissingDependencyError
+from hal_core.errors import FormatError, HalError
 from hal_core.formats import open_checkpoint
 from hal_core.formats.base import Checkpoint
 from hal_core.fused_experts import fused_weights
+from hal_core.integrations.skeleton import finish, model_skeleton
 from hal_core.kernel import LinearWeights, MoEWeights
 from hal_core.memory import Trimmer
 from hal_core.ops import MoEExperts, Op, QuantEmbedding, Routed
@@ -89,36 +91,19 @@ def load(
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     activation_dtype = torch_dtype(checkpoint_dtype(checkpoint, dtype))
     chosen = current_policy(policy)
-    model = _skeleton(checkpoint, activation_dtype)
+    model = model_skeleton(checkpoint, activation_dtype)
     filler = _Filler(checkpoint, model, activation_dtype, chosen, progress)
     for planned in plan_checkpoint(checkpoint, dtype_word(activation_dtype), numerics):
         filler.fill_op(planned)
     filler.fill_plain()
     filler.trimmer.flush()
-    _finish(model, checkpoint)
+    finish(model, checkpoint)
+    model.save_pretrained = _refuse_saving
     model.hal = LoadReport(
         path=str(checkpoint.path), format=checkpoint.format, dtype=dtype_word(activation_dtype), numerics=numerics, policy=str(chosen),
         ops=tuple(filler.reports), packed_bytes=sum(op.nbytes for op in filler.reports), unquantized_bytes=filler.plain_bytes,
     )  # fmt: skip
     return model
-
-
-def _skeleton(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
-    """The model on the meta device: every shape, no storage."""
-    try:
-        from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError as error:
-        raise MissingDependencyError("loading a model", "transformers is not installed", "pip install 'hal-core[transformers]'") from error
-    fields = {name: value for name, value in checkpoint.config.items() if name not in ("quantization_config", "dtype", "torch_dtype")}
-    model_type = fields.pop("model_type", None)
-    try:
-        config = AutoConfig.for_model(model_type, **fields)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
-    except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, RuntimeError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise FormatError(f"model of {checkpoint.path}", f"model_type {model_type!r}: {reason}", "check config.json") from error
-    return model.eval().requires_grad_(False)
 
 
 class _Filler:
@@ -204,7 +189,12 @@ class _Filler:
         tensor = self.checkpoint.load(name)
         if not tensor.is_floating_point():
             raise FormatError(f"parameter {name}", f"dtype {tensor.dtype}", "a float tensor is expected")
-        return tensor.to(dtype)
+        cast = tensor.to(dtype)
+        if cast.numel() and not all(math.isfinite(float(end)) for end in cast.aminmax()):
+            least, most = (float(end) for end in tensor.float().aminmax())
+            found = f"values from {least:g} to {most:g}, which {dtype_word(dtype)} does not hold"
+            raise FormatError(f"parameter {name}", found, "the file is damaged, or the model must run in another dtype")
+        return cast
 
     def _count(self, name: str) -> None:
         self.used.add(name)
@@ -274,18 +264,5 @@ def _nbytes(op: Op) -> int:
     return sum(buffer.numel() * buffer.element_size() for buffer in op.buffers())
 
 
-def _finish(model: Any, checkpoint: Checkpoint) -> None:
-    """Compute the buffers that no checkpoint stores (rotary frequencies) and read the generation settings."""
-    for module in model.modules():
-        empty = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
-        for name in empty:
-            module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu").fill_(float("nan"))
-        if empty:
-            model._init_weights(module)
-        for name in empty:
-            if bool(module._buffers[name].isnan().any()):
-                raise FormatError(f"buffer {name} of {type(module).__name__}", "transformers did not compute it", "report this model type")
-    if (checkpoint.path / "generation_config.json").is_file():
-        from transformers import GenerationConfig
-
-        model.generation_config = GenerationConfig.from_pretrained(checkpoint.path)
+def _refuse_saving(*_: object, **__: object) -> None:
+    raise HalError("save_pretrained of a loaded model", "its weights are packed for kernels", "keep the checkpoint it was loaded from")

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -126,6 +130,97 @@ def test_every_user_error_is_one_line_and_exit_code_2(hal, tmp_path, arguments, 
     assert lines[0].startswith("error: ")
     assert words in lines[0]
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("command", ["logits", "dequantize", "facts"])
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_no_command_writes_onto_a_file_of_a_checkpoint(hal, tmp_path, command: str, name: str) -> None:
+    folder = goldens.copy(MOE, tmp_path / "c")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    link = tmp_path / "link"
+    link.symlink_to(folder / name)
+    for target in (folder / name, link):
+        arguments = {"logits": ("logits", folder, "--ids", "1"), "dequantize": ("dequantize", folder), "facts": ("facts",)}[command]
+        code, _, err = hal(*arguments, "--out", target)
+        assert code == 2
+        assert len(err.strip().splitlines()) == 1
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert link.is_symlink()
+
+
+@pytest.mark.parametrize("command", ["logits", "dequantize", "facts"])
+def test_an_output_that_is_a_pipe_or_device_is_refused_and_left_alone(hal, tmp_path, command: str) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    arguments = {
+        "logits": ("logits", goldens.folder(MOE), "--ids", "1"),
+        "dequantize": ("dequantize", goldens.folder(MOE)),
+        "facts": ("facts",),
+    }
+    code, _, err = hal(*arguments[command], "--out", pipe)
+    assert code == 2
+    assert "device or a pipe" in err
+    assert pipe.is_fifo()
+
+
+HOSTILE = {
+    "num_labels": 10**9, "return_dict": False, "attn_implementation": "flash_attention_2", "_attn_implementation": "somebody/kernels",
+    "hidden_size": "128", "num_hidden_layers": 2.0, "rms_norm_eps": "a", "vocab_size": 0, "head_dim": 31, "tie_word_embeddings": "x",
+    "layer_types": ["nope"], "hidden_act": ["silu"], "pad_token_id": 10**6, "initializer_range": -1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", HOSTILE)
+def test_a_hostile_config_field_is_ignored_or_one_line(hal, tmp_path, field: str) -> None:
+    folder = goldens.copy(MOE, tmp_path / "c")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, field: HOSTILE[field]}))
+    code, _, err = hal("logits", folder, "--ids", "1,2", "--out", tmp_path / "x.safetensors")
+    assert code in (0, 2)
+    assert len(err.strip().splitlines()) == (code == 2), err
+    assert "internal" not in err
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "1e999", "{", '{"temperature": "hot", "max_new_tokens": "x"}'])
+def test_damaged_generation_settings_are_one_line(hal, tmp_path, text: str) -> None:
+    folder = goldens.copy(MOE, tmp_path / "c")
+    (folder / "generation_config.json").write_text(text)
+    code, _, err = hal("logits", folder, "--ids", "1,2", "--out", tmp_path / "x.safetensors")
+    assert code == 2
+    assert len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(("variable", "value"), [("HAL_DEBUG", "maybe"), ("HAL_CPU_ISA", " avx2"), ("HAL_POLICY", "want:cpu")])
+def test_a_bad_setting_is_one_line(hal, monkeypatch, variable: str, value: str) -> None:
+    monkeypatch.setenv(variable, value)
+    code, _, err = hal("explain", "--op", "linear")
+    assert code == 2
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_a_preference_that_is_not_met_is_a_warning_line(hal, tmp_path) -> None:
+    code, _, err = hal("logits", goldens.folder(MOE), "--ids", "1", "--out", tmp_path / "x", "--policy", "prefer:cuda")
+    assert code == 0
+    assert all(line.startswith("warning: ") for line in err.splitlines())
+
+
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_command_leaves_nothing_and_says_so(tmp_path, number: signal.Signals, expected: int) -> None:
+    code = (
+        "import os, signal, threading, hal_core.dequantize as d; from hal_core.cli.main import app_main;"
+        f"d._write_all = lambda *a: (os.kill(os.getpid(), {int(number)}), __import__('time').sleep(30));"
+        f"app_main(['dequantize', {str(goldens.folder(MOE))!r}, '--out', {str(tmp_path / 'x')!r}])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == expected, done.stderr
+    assert done.stderr.strip() in ("error: interrupted", "error: terminated")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_alone_is_help(hal) -> None:
+    code, out, err = hal()
+    assert (code, err) == (0, "")
+    assert "Usage" in out
 
 
 def test_debug_shows_the_traceback(hal) -> None:

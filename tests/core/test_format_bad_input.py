@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from hal_core.dequantize import dequantize_checkpoint
-from hal_core.errors import FormatError, HalError
+from hal_core.errors import FormatError, HalError, OutputError
 from hal_core.formats import open_checkpoint
 
 UP = "model.layers.0.mlp.up_proj"
@@ -394,7 +394,7 @@ def test_dequantize_never_writes_over_the_checkpoint(tmp_path):
     before = (folder / "model.safetensors").read_bytes()
     (tmp_path / "link.safetensors").symlink_to(folder / "model.safetensors")
     for out in (folder / "model.safetensors", tmp_path / "link.safetensors", folder):
-        with pytest.raises(FormatError, match="output"):
+        with pytest.raises(OutputError, match="output"):
             dequantize_checkpoint(folder, out)
     assert (folder / "model.safetensors").read_bytes() == before
 

@@ -102,7 +102,7 @@ def test_extras_exist(core_wheel, extra):
 
 
 def test_command_is_registered(core_wheel):
-    assert "hal = hal_core.cli.main:app_main" in core_wheel.info("entry_points.txt").decode()
+    assert "hal = hal_core.cli.start:main" in core_wheel.info("entry_points.txt").decode()
 
 
 def test_wheel_holds_no_machine_path(core_wheel, repository):
