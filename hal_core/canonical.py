@@ -23,7 +23,12 @@ __all__ = ["QuantizedTensor", "pack_nibbles", "stack", "unpack_nibbles"]
 _ROW_TENSORS = ("values", "scales", "zeros", "mins", "sub_scales", "sub_mins")
 _TENSORS = ("values", "scales", "zeros", "mins", "g_idx", "global_scale", "sub_scales", "sub_mins", "input_scale", "input_zero")
 _FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "mxfp8": torch.float8_e4m3fn}
+_FP8 = {
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e4m3fnuz": torch.float8_e4m3fnuz,
+    "fp8_e5m2": torch.float8_e5m2,
+    "mxfp8": torch.float8_e4m3fn,
+}
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:

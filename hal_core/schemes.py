@@ -13,7 +13,7 @@ __all__ = ["DTYPES", "FLOAT_DTYPES", "ActivationScheme", "Granularity", "Granula
 #: Bits of one stored element.
 DTYPES: dict[str, int] = {
     "int2": 2, "int3": 3, "int4": 4, "int5": 5, "int6": 6, "int7": 7, "int8": 8,
-    "fp8_e4m3": 8, "fp8_e5m2": 8, "mxfp4": 4, "mxfp8": 8, "nvfp4": 4, "iq4_nl": 4,
+    "fp8_e4m3": 8, "fp8_e4m3fnuz": 8, "fp8_e5m2": 8, "mxfp4": 4, "mxfp8": 8, "nvfp4": 4, "iq4_nl": 4,
     "bf16": 16, "fp16": 16, "fp32": 32,
 }  # fmt: skip
 FLOAT_DTYPES = ("bf16", "fp16", "fp32")

@@ -26,6 +26,7 @@ EVERY_SCHEME = SchemeSet(
         "nvfp4",
         "mxfp8",
         "fp8_e4m3",
+        "fp8_e4m3fnuz",
         "fp8_e5m2",
         "bf16",
         "fp16",
