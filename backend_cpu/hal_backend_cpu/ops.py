@@ -11,8 +11,14 @@ from hal_backend_cpu.layout import PackedMatrix
 from hal_core.dtypes import torch_dtype
 from hal_core.errors import ShapeError
 from hal_core.ops import MoEExperts, QuantEmbedding, QuantLinear, Routed
-from hal_core.reference.linear import check_weight
-from hal_core.reference.moe import check_moe_weights
+from hal_core.weight_checks import (
+    check_embedding_weights,
+    check_linear_weights,
+    check_moe_weights,
+    check_same_kind,
+    kinds_of,
+    refuse_gradients,
+)
 
 if TYPE_CHECKING:
     from hal_core.kernel import LinearWeights, MoEWeights
@@ -26,6 +32,8 @@ _LINEAR = _native.ops.linear.default
 
 
 def _matmul(weight: PackedMatrix, x: Tensor, bias: Tensor | None, isa: str, out: Tensor | None) -> Tensor:
+    refuse_gradients("cpu linear", x)
+    _check_here("cpu linear", weight)
     x = x if x.is_contiguous() else x.contiguous()
     arguments = (x, *weight.arguments(), bias, *weight.sizes, isa)
     try:
@@ -35,6 +43,12 @@ def _matmul(weight: PackedMatrix, x: Tensor, bias: Tensor | None, isa: str, out:
     except (RuntimeError, NotImplementedError) as error:
         raise ShapeError("cpu linear", _first_line(error)) from error
     return out
+
+
+def _check_here(asked: str, weight: PackedMatrix) -> None:
+    # torch would answer for weights without storage by its shape rule alone, with memory that nobody wrote
+    if weight.codes.is_meta:
+        raise ShapeError(asked, "its packed weights are on the meta device", "keep the op on the CPU")
 
 
 def _first_line(error: Exception) -> str:
@@ -47,11 +61,8 @@ class CpuLinear(QuantLinear):
 
     def __init__(self, spec: LinearSpec, weights: LinearWeights, isa: str) -> None:
         super().__init__()
-        check_weight("linear", weights.weight, (spec.n, spec.k), spec.weights)
-        if (weights.bias is not None) != spec.bias or (spec.bias and tuple(weights.bias.shape) != (spec.n,)):
-            found = "none" if weights.bias is None else str(list(weights.bias.shape))
-            raise ShapeError("linear bias", found, f"the spec says bias={spec.bias}, n={spec.n}")
-        self.spec, self.isa = spec, isa
+        check_linear_weights(spec, weights)
+        self.spec, self.isa, self.kinds = spec, isa, kinds_of(weights)
         self.weight = PackedMatrix(weights.weight)
         self.register_buffer("bias", None if weights.bias is None else weights.bias.float())
 
@@ -59,6 +70,8 @@ class CpuLinear(QuantLinear):
         return _matmul(self._modules["weight"], x, self._buffers["bias"], self.isa, out)
 
     def update(self, weights: LinearWeights) -> None:
+        check_linear_weights(self.spec, weights)
+        check_same_kind(self.kinds, weights)
         self.weight.update(weights.weight)
         if self.bias is not None:
             self.bias.copy_(weights.bias)
@@ -69,12 +82,14 @@ class CpuEmbedding(QuantEmbedding):
 
     def __init__(self, spec: EmbeddingSpec, weights: LinearWeights, isa: str) -> None:
         super().__init__()
-        check_weight("embedding", weights.weight, (spec.rows, spec.dim), spec.weights)
+        check_embedding_weights(spec, weights)
+        self.kinds = kinds_of(weights)
         self.spec, self.isa, self.dtype = spec, isa, torch_dtype(spec.dtype)
         self.weight = PackedMatrix(weights.weight)
 
     def lookup(self, ids: Tensor) -> Tensor:
         w = self.weight
+        _check_here("cpu embedding", w)
         try:
             return _native.ops.lookup(ids.contiguous(), *w.arguments(), w.n, w.k, w.group, w.scheme.bits, self.dtype)
         except (RuntimeError, NotImplementedError) as error:
@@ -84,6 +99,8 @@ class CpuEmbedding(QuantEmbedding):
         return _matmul(self.weight, x, None, self.isa, out)
 
     def update(self, weights: LinearWeights) -> None:
+        check_embedding_weights(self.spec, weights)
+        check_same_kind(self.kinds, weights)
         self.weight.update(weights.weight)
 
 
@@ -93,7 +110,7 @@ class CpuMoE(MoEExperts):
     def __init__(self, spec: MoESpec, weights: MoEWeights, isa: str) -> None:
         super().__init__()
         check_moe_weights(spec, weights)
-        self.spec, self.isa = spec, isa
+        self.spec, self.isa, self.kinds = spec, isa, kinds_of(weights)
         self.gate = None if weights.gate is None else PackedMatrix(weights.gate)
         self.up, self.down = PackedMatrix(weights.up), PackedMatrix(weights.down)
         for name in ("gate_bias", "up_bias", "down_bias"):
@@ -105,8 +122,13 @@ class CpuMoE(MoEExperts):
             found = f"{type(x).__name__} with {type(routing).__name__}"
             raise ShapeError("cpu experts", found, "give a tensor and Routed(topk_ids, topk_weights)")
         s, a = self.spec, self.spec.activation
-        if x.dim() != 2 or x.shape[1] != s.hidden:  # padding hides a wrong width from the native check
-            raise ShapeError("experts input", f"x {list(x.shape)}", f"give [T, {s.hidden}]")
+        refuse_gradients("cpu experts", x)
+        _check_here("cpu experts", self.up)
+        ids = routing.topk_ids
+        # padding hides a wrong width from the native check
+        if x.dim() != 2 or x.shape[1] != s.hidden or ids.dim() != 2 or ids.shape[1] != s.top_k:
+            found = f"x {list(x.shape)}, topk_ids {list(ids.shape)}"
+            raise ShapeError("experts input", found, f"give x [T, {s.hidden}], ids and weights [T, {s.top_k}]")
         if (expert_map is not None) != s.expert_map or (expert_map is not None and tuple(expert_map.shape) != (s.num_experts,)):
             found = "missing" if expert_map is None else f"shape {list(expert_map.shape)}"
             raise ShapeError("experts expert_map", found, f"the spec says expert_map={s.expert_map} for {s.num_experts} experts")
@@ -134,6 +156,7 @@ class CpuMoE(MoEExperts):
 
     def update(self, weights: MoEWeights) -> None:
         check_moe_weights(self.spec, weights)
+        check_same_kind(self.kinds, weights)
         for name in ("gate", "up", "down"):
             matrix: nn.Module | None = getattr(self, name)
             if matrix is not None:

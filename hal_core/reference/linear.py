@@ -13,27 +13,22 @@ from hal_core.ops import QuantEmbedding, QuantLinear
 from hal_core.reference.inputs import check_inputs, input_quantizer
 from hal_core.reference.schemes import EVERY_ROW_SCHEME, EVERY_SCHEME, OUTPUT_ROUNDING
 from hal_core.reference.weights import CanonicalWeight
+from hal_core.weight_checks import check_embedding_weights, check_linear_weights, check_same_kind, kinds_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hal_core.canonical import QuantizedTensor
     from hal_core.spec import EmbeddingSpec, LinearSpec
 
-__all__ = ["ReferenceEmbedding", "ReferenceEmbeddingOp", "ReferenceLinear", "ReferenceLinearOp", "check_weight"]
+__all__ = ["ReferenceEmbedding", "ReferenceEmbeddingOp", "ReferenceLinear", "ReferenceLinearOp"]
 
 _FLOATS = ("fp32", "bf16", "fp16")
-
-
-def check_weight(asked: str, weight: QuantizedTensor, shape: tuple[int, ...], scheme: object) -> None:
-    """Raise when a weight is not what the spec was selected for."""
-    if weight.shape != shape or weight.scheme != scheme:
-        raise ShapeError(asked, f"weight {weight.scheme} {list(weight.shape)}", f"the spec says {scheme} {list(shape)}")
+_INPUTS = tuple(map(torch_dtype, _FLOATS))
 
 
 def _checked(x: Tensor, k: int, asked: str) -> Tensor:
-    if not x.is_floating_point() or x.dim() < 1 or x.shape[-1] != k:
-        raise ShapeError(f"{asked} input", f"{x.dtype} {list(x.shape)}", f"give a float tensor [.., {k}]")
+    if x.dtype not in _INPUTS or x.dim() < 1 or x.shape[-1] != k:
+        raise ShapeError(f"{asked} input", f"{x.dtype} {list(x.shape)}", f"give a float32, bfloat16 or float16 tensor [.., {k}]")
     return x.reshape(-1, k).float()
 
 
@@ -50,11 +45,8 @@ class ReferenceLinearOp(QuantLinear):
 
     def __init__(self, spec: LinearSpec, weights: LinearWeights) -> None:
         super().__init__()
-        check_weight("linear", weights.weight, (spec.n, spec.k), spec.weights)
-        if (weights.bias is not None) != spec.bias or (spec.bias and tuple(weights.bias.shape) != (spec.n,)):
-            found = "none" if weights.bias is None else str(list(weights.bias.shape))
-            raise ShapeError("linear bias", found, f"the spec says bias={spec.bias}, n={spec.n}")
-        self.spec = spec
+        check_linear_weights(spec, weights)
+        self.spec, self.kinds = spec, kinds_of(weights)
         self.quantizer = input_quantizer(spec)
         check_inputs(self.quantizer, weights.weight, "linear")
         self.weight = CanonicalWeight(weights.weight)
@@ -72,6 +64,8 @@ class ReferenceLinearOp(QuantLinear):
         return _deliver(y.to(dtype).reshape(*x.shape[:-1], self.spec.n), out, "linear")
 
     def update(self, weights: LinearWeights) -> None:
+        check_linear_weights(self.spec, weights)
+        check_same_kind(self.kinds, weights)
         self.weight.update(weights.weight)
         bias = self._buffers["bias"]
         if bias is not None:
@@ -109,8 +103,8 @@ class ReferenceEmbeddingOp(QuantEmbedding):
 
     def __init__(self, spec: EmbeddingSpec, weights: LinearWeights) -> None:
         super().__init__()
-        check_weight("embedding", weights.weight, (spec.rows, spec.dim), spec.weights)
-        self.spec = spec
+        check_embedding_weights(spec, weights)
+        self.spec, self.kinds = spec, kinds_of(weights)
         self.weight = CanonicalWeight(weights.weight)
 
     def lookup(self, ids: Tensor) -> Tensor:
@@ -126,6 +120,8 @@ class ReferenceEmbeddingOp(QuantEmbedding):
         return _deliver(y.to(x.dtype).reshape(*x.shape[:-1], self.spec.rows), out, "tied head")
 
     def update(self, weights: LinearWeights) -> None:
+        check_embedding_weights(self.spec, weights)
+        check_same_kind(self.kinds, weights)
         self.weight.update(weights.weight)
 
 

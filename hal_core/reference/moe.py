@@ -14,10 +14,10 @@ from hal_core.numerics import ActivationQuant, Numerics
 from hal_core.ops import MoEExperts, Routed
 from hal_core.reference.activations import activate
 from hal_core.reference.inputs import check_inputs, input_quantizer
-from hal_core.reference.linear import check_weight
 from hal_core.reference.schemes import EVERY_SCHEME, OUTPUT_ROUNDING
 from hal_core.reference.weights import CanonicalWeight
 from hal_core.spec import ACTIVATIONS
+from hal_core.weight_checks import check_moe_weights, check_same_kind, kinds_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,26 +25,7 @@ if TYPE_CHECKING:
     from hal_core.ops import Batched, Grouped, QuantizedActivation
     from hal_core.spec import MoESpec
 
-__all__ = ["ReferenceMoE", "ReferenceMoEOp", "check_moe_weights", "check_routed"]
-
-
-def check_moe_weights(spec: MoESpec, weights: MoEWeights) -> None:
-    """Raise when the weights are not what the spec was selected for."""
-    wide, tall = (spec.local, spec.intermediate, spec.hidden), (spec.local, spec.hidden, spec.intermediate)
-    if (weights.gate is None) != (spec.gate is None):
-        raise ShapeError("experts", f"gate {'missing' if weights.gate is None else 'given'}", "the spec says otherwise")
-    if weights.gate is not None:
-        check_weight("gate", weights.gate, wide, spec.gate)
-    check_weight("up", weights.up, wide, spec.up)
-    check_weight("down", weights.down, tall, spec.down)
-    for name, bias, size in (
-        ("gate_bias", weights.gate_bias, spec.intermediate), ("up_bias", weights.up_bias, spec.intermediate),
-        ("down_bias", weights.down_bias, spec.hidden),
-    ):  # fmt: skip
-        wanted = spec.bias and not (name == "gate_bias" and spec.gate is None)
-        if (bias is not None) != wanted or (bias is not None and tuple(bias.shape) != (spec.local, size)):
-            found = "none" if bias is None else str(list(bias.shape))
-            raise ShapeError(f"experts {name}", found, f"the spec says bias={spec.bias}, so {[spec.local, size] if wanted else 'none'}")
+__all__ = ["ReferenceMoE", "ReferenceMoEOp", "check_routed"]
 
 
 def _valid_map(spec: MoESpec, expert_map: Tensor) -> bool:
@@ -59,9 +40,11 @@ def check_routed(spec: MoESpec, x: Tensor, routing: object, expert_map: Tensor |
     if not isinstance(routing, Routed):
         raise ShapeError("experts routing", type(routing).__name__, "this kernel takes Routed(topk_ids, topk_weights)")
     ids, weights = routing.topk_ids, routing.topk_weights
-    if x.dim() != 2 or x.shape[1] != spec.hidden or ids.dim() != 2 or ids.shape[0] != x.shape[0] or ids.shape != weights.shape:
+    if tuple(x.shape) != (ids.shape[0], spec.hidden) or tuple(ids.shape) != (x.shape[0], spec.top_k) or ids.shape != weights.shape:
         found = f"x {list(x.shape)}, topk_ids {list(ids.shape)}, topk_weights {list(weights.shape)}"
-        raise ShapeError("experts input", found, f"give x [T, {spec.hidden}], ids and weights [T, k]")
+        raise ShapeError("experts input", found, f"give x [T, {spec.hidden}], ids and weights [T, {spec.top_k}]")
+    if ids.dtype not in (torch.int32, torch.int64) or not weights.is_floating_point():
+        raise ShapeError("experts routing", f"topk_ids {ids.dtype}, topk_weights {weights.dtype}", "give int32 ids and float32 weights")
     if (expert_map is not None) != spec.expert_map:
         found = "given" if expert_map is not None else "missing"
         raise ShapeError("experts expert_map", found, f"the spec says expert_map={spec.expert_map}")
@@ -82,7 +65,7 @@ class ReferenceMoEOp(MoEExperts):
     def __init__(self, spec: MoESpec, weights: MoEWeights) -> None:
         super().__init__()
         check_moe_weights(spec, weights)
-        self.spec = spec
+        self.spec, self.kinds = spec, kinds_of(weights)
         self.quantizer = input_quantizer(spec)
         names = [name for name in ("gate", "up", "down") if getattr(weights, name) is not None]
         self.matrices = torch.nn.ModuleDict({name: CanonicalWeight(getattr(weights, name)) for name in names})
@@ -148,6 +131,7 @@ class ReferenceMoEOp(MoEExperts):
 
     def update(self, weights: MoEWeights) -> None:
         check_moe_weights(self.spec, weights)
+        check_same_kind(self.kinds, weights)
         for name in self.matrices:
             self.matrices[name].update(getattr(weights, name))  # type: ignore[operator]
         for name in ("gate_bias", "up_bias", "down_bias"):

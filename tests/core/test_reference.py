@@ -100,7 +100,7 @@ def test_update_equals_a_fresh_prepare_and_keeps_addresses() -> None:
     x = torch.randn(4, 64)
     assert [b.data_ptr() for b in op.buffers()] == addresses
     assert torch.equal(op.apply(x), ReferenceLinear().prepare(spec, LinearWeights(make("int4:g32:zero", 8, 64, 2)[0])).apply(x))
-    with pytest.raises(ShapeError, match="update"):
+    with pytest.raises(ShapeError, match="the spec says"):
         op.update(LinearWeights(make("int4:g32", 8, 64)[0]))
 
 
@@ -265,3 +265,31 @@ def test_module_apply_of_torch_still_walks_a_model_that_holds_ops() -> None:
     seen: list[str] = []
     torch.nn.Sequential(op).apply(lambda module: seen.append(type(module).__name__))
     assert "ReferenceLinearOp" in seen
+
+
+def test_a_refused_update_changes_nothing() -> None:
+    """Another scale dtype would be rounded, a short bias broadcast, an absent one kept: all are refused before a byte moves."""
+    from dataclasses import replace
+
+    weight, other = make("int4:g32:zero", 8, 64, 1)[0], make("int4:g32:zero", 8, 64, 2)[0]
+    op = ReferenceLinear().prepare(LinearSpec(8, 64, weight.scheme, dtype="fp32", bias=True), LinearWeights(weight, torch.randn(8)))
+    x = torch.randn(3, 64)
+    before = op.apply(x)
+    wide = replace(other, scales=other.scales.float())
+    for wrong in (
+        LinearWeights(other), LinearWeights(other, torch.zeros(1)), LinearWeights(other, torch.zeros(8, dtype=torch.int64)),
+        LinearWeights(other, torch.zeros(8).bfloat16()), LinearWeights(wide, torch.zeros(8)), None,
+    ):  # fmt: skip
+        with pytest.raises(ShapeError):
+            op.update(wrong)
+        assert torch.equal(op.apply(x), before)
+
+
+def test_routing_of_another_width_or_dtype_is_refused() -> None:
+    _, tensors, _ = moe_case(5, 32, 32, ("int8:g32",) * 3, bias=False)
+    scheme = WeightScheme.parse("int8:g32")
+    op = ReferenceMoE().prepare(MoESpec(5, 2, 32, 32, scheme, scheme, scheme, dtype="fp32"), MoEWeights(**tensors))
+    x = torch.randn(4, 32)
+    for ids in (torch.zeros(4, 3, dtype=torch.int32), torch.zeros(4, 2), torch.zeros(3, 2, dtype=torch.int32)):
+        with pytest.raises(ShapeError):
+            op.apply(x, Routed(ids, torch.ones(ids.shape)))

@@ -254,3 +254,38 @@ def test_wrong_input_is_a_clear_error() -> None:
             op.apply(x)
     with pytest.raises(ShapeError):
         op.apply(torch.randn(2, 96), out=torch.empty(3, 24))
+
+
+def test_a_refused_update_changes_nothing() -> None:
+    first, second = (random_weight("int4:g32:zero", (), 24, 96) for _ in range(2))
+    op = kernel("avx2", 0).prepare(LinearSpec(24, 96, first.scheme, dtype="fp32", bias=True), LinearWeights(first, torch.randn(24)))
+    x = inputs(4, 96, "fp32")
+    before = op.apply(x)
+    wide = replace(second, scales=second.scales.float())
+    for wrong in (LinearWeights(second), LinearWeights(second, torch.zeros(1)), LinearWeights(wide, torch.zeros(24)), None):
+        with pytest.raises(ShapeError):
+            op.update(wrong)
+        assert torch.equal(op.apply(x), before)
+
+
+@pytest.mark.parametrize("make", ["linear", "moe"])
+def test_an_input_that_wants_a_gradient_is_refused_not_given_a_wrong_one(make: str) -> None:
+    weight = {r: random_weight("int4:g32", (3,), *((96, 64) if r != "down" else (64, 96))) for r in ("gate", "up", "down")}
+    s, x = weight["up"].scheme, inputs(4, 64, "fp32").requires_grad_()
+    if make == "linear":
+        call = kernel("avx2", 0).prepare(LinearSpec(96, 64, s, dtype="fp32"), LinearWeights(weight["up"].expert(0))).apply
+    else:
+        op = kernel("avx2", 2).prepare(MoESpec(3, 2, 64, 96, s, s, s, dtype="fp32"), MoEWeights(**weight))
+        routed = Routed(torch.zeros(4, 2, dtype=torch.int32), torch.ones(4, 2))
+        call = lambda v: op.apply(v, routed)  # noqa: E731
+    with pytest.raises(ShapeError, match="backward"):
+        call(x)
+    with torch.no_grad():
+        assert torch.isfinite(call(x)).all()
+
+
+def test_weights_on_the_meta_device_compute_nothing() -> None:
+    weight = random_weight("int4:g32", (), 24, 96)
+    op = kernel("avx2", 0).prepare(LinearSpec(24, 96, weight.scheme, dtype="fp32"), LinearWeights(weight)).to("meta")
+    with pytest.raises(ShapeError, match="meta"):
+        op.apply(torch.randn(2, 96))

@@ -11,8 +11,7 @@ from hal_backend_example.layout import Columns, expand
 from hal_core.dtypes import torch_dtype
 from hal_core.errors import ShapeError
 from hal_core.ops import MoEExperts, QuantLinear, Routed
-from hal_core.reference.linear import check_weight
-from hal_core.reference.moe import check_moe_weights
+from hal_core.weight_checks import check_linear_weights, check_moe_weights
 
 if TYPE_CHECKING:
     from hal_core.kernel import LinearWeights, MoEWeights
@@ -108,9 +107,7 @@ class LinearOp(QuantLinear):
 
     def _check(self, weights: LinearWeights) -> None:
         s = self.spec
-        check_weight("linear", weights.weight, (s.n, s.k), s.weights)
-        if (weights.bias is not None) != s.bias:
-            raise ShapeError("linear bias", "given" if weights.bias is not None else "missing", f"the spec says bias={s.bias}")
+        check_linear_weights(s, weights)
 
     def compute(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         s, w = self.spec, self.weight
