@@ -1,14 +1,12 @@
-"""Files that a user names: read within bounds, with one clear error; written as a whole or not at all."""
+"""Files that a user names: read within bounds, with one clear error."""
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 
 from hal_core.errors import ValueDecodeError
 
-__all__ = ["read_small_text", "short", "write_whole"]
+__all__ = ["read_small_text", "short"]
 
 
 def read_small_text(path: Path, most_bytes: int, what: str) -> str:
@@ -37,28 +35,3 @@ def short(error: object, most: int = 300) -> str:
     line = " ".join(str(error).split())
     line = "".join(c if c.isprintable() else "?" for c in line[: most + 1])
     return line if len(line) <= most else line[: most - 3] + "..."
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Replace a file in one step: who reads it sees the old text or the new, and a failure leaves the old."""
-    path = path.resolve()  # a link stays a link
-    if path.exists() and not path.is_file():  # /dev/stdout and the like cannot be replaced
-        path.write_text(text, encoding="utf-8")
-        return
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        mode = path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~_umask()
-        Path(name).chmod(mode)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-
-
-def _umask() -> int:
-    """The mask of new files; it can only be read by setting it."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask

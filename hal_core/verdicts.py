@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hal_core import settings
-from hal_core.errors import HalWarning, ValueDecodeError
+from hal_core.errors import HalWarning, OutputError, ValueDecodeError
 from hal_core.jsonable import dumps, loads
-from hal_core.reading import read_small_text, short, write_whole
+from hal_core.outputs import whole_file
+from hal_core.reading import read_small_text, short
 from hal_core.refusal import Refusal
 from hal_core.version import __version__
 
@@ -117,9 +118,11 @@ def remember(verdict: Verdict) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path):
             others = [old for old in _read() if old.key != verdict.key]
-            write_whole(path, dumps(_File(_VERSION, (*others[-_MOST_VERDICTS + 1 :], verdict)), indent=1))
-    except OSError as error:
-        warnings.warn(f"{path}: {error.strerror or error}; results of isolated probes are not remembered", HalWarning, stacklevel=2)
+            text = dumps(_File(_VERSION, (*others[-_MOST_VERDICTS + 1 :], verdict)), indent=1)
+            with whole_file(path) as partial:
+                partial.write_text(text, encoding="utf-8")
+    except (OSError, OutputError) as error:
+        warnings.warn(f"{path}: {short(error)}; results of isolated probes are not remembered", HalWarning, stacklevel=2)
 
 
 def _read() -> tuple[Verdict, ...]:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hal_core.cli.common import JSON, console, examples, print_json
-from hal_core.outputs import check_output
-from hal_core.reading import write_whole
+from hal_core.outputs import check_output, whole_file
 
 if TYPE_CHECKING:
     from hal_core.machine import Machine
@@ -63,9 +62,9 @@ def register(app: typer.Typer) -> None:
         _check_replaced(target)
         write_facts(target, machine)
         if as_json:
-            print_json({"out": str(target), "bytes": target.stat().st_size})
+            print_json({"out": str(out), "bytes": target.stat().st_size})
         else:
-            console().print(f"wrote {target}: {'; '.join(map(str, machine.devices))}", markup=False)
+            console().print(f"wrote {out}: {'; '.join(map(str, machine.devices))}", markup=False)
 
 
 def _check_replaced(target: Path) -> None:
@@ -95,4 +94,5 @@ def _list(as_json: bool) -> None:
 
 def write_facts(target: Path, machine: Machine) -> None:
     """The file holds one JSON object and ends with a newline."""
-    write_whole(target, machine.dumps() + "\n")
+    with whole_file(target) as partial:
+        partial.write_text(machine.dumps() + "\n", encoding="utf-8")
