@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from hal_core.errors import ContractError
+from hal_core.errors import ContractError, FormatError, NoKernelError, PolicyError, UnfitWeightsError, ValueDecodeError
 from hal_core.explain import Explanation, explain_from
 from hal_core.machine import Machine
 from hal_core.memo import SelectionMemo
@@ -13,7 +14,8 @@ from hal_core.notes import tell
 from hal_core.policy import Policy, current_policy, use_policy
 from hal_core.probe import Probe, probe_from
 from hal_core.registry import BackendRow, default_registry
-from hal_core.select import candidates_from
+from hal_core.select import candidates_from, select_from
+from hal_core.spec import EmbeddingSpec, KVCacheSpec, LinearSpec, MoESpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["backends", "candidates", "explain", "load", "open_checkpoint", "policy", "prepare", "probe", "refresh", "select"]
 
+_SPECS = (LinearSpec, MoESpec, EmbeddingSpec, KVCacheSpec)
 _memo = SelectionMemo()
 
 
@@ -64,7 +67,7 @@ def candidates(spec: Spec, machine: Machine | None = None, policy: Policy | str 
         PolicyError: the policy does not parse, or requires what is not there.
     """
     registry = default_registry()
-    return candidates_from(spec, machine or Machine.detect(), current_policy(policy), registry.kernels(), registry.rows())
+    return candidates_from(_spec(spec), _machine(machine), current_policy(policy), registry.kernels(), registry.rows())
 
 
 def select(spec: Spec, machine: Machine | None = None, policy: Policy | str | None = None, *, layer: str | None = None) -> Selection:
@@ -83,7 +86,7 @@ def select(spec: Spec, machine: Machine | None = None, policy: Policy | str | No
         PolicyError: the policy does not parse, or requires what is not there.
     """
     registry = default_registry()
-    selection = _memo.select(spec, machine or Machine.detect(), current_policy(policy), registry.kernels(), registry.rows())
+    selection = _memo.select(_spec(spec), _machine(machine), current_policy(policy), registry.kernels(), registry.rows())
     if selection.notes:
         tell(selection, layer)
     return selection
@@ -92,7 +95,21 @@ def select(spec: Spec, machine: Machine | None = None, policy: Policy | str | No
 def explain(spec: Spec, machine: Machine | None = None, policy: Policy | str | None = None) -> Explanation:
     """What would serve ``spec``, and why each other candidate would not; a lack of kernels is part of the answer."""
     registry = default_registry()
-    return explain_from(spec, machine or Machine.detect(), current_policy(policy), registry.kernels(), registry.rows())
+    return explain_from(_spec(spec), _machine(machine), current_policy(policy), registry.kernels(), registry.rows())
+
+
+def _spec(spec: Spec) -> Spec:
+    if not isinstance(spec, _SPECS):
+        raise ValueDecodeError(
+            f"spec of type {type(spec).__name__}", "not a spec", "give a LinearSpec, MoESpec, EmbeddingSpec or KVCacheSpec"
+        )
+    return spec
+
+
+def _machine(machine: Machine | None) -> Machine:
+    if machine is not None and not isinstance(machine, Machine):
+        raise ValueDecodeError(f"machine of type {type(machine).__name__}", "not a Machine", "use Machine.from_json, or None for this one")
+    return Machine.detect() if machine is None else machine
 
 
 def prepare(spec: Spec, weights: LinearWeights | MoEWeights, policy: Policy | str | None = None, *, layer: str | None = None) -> Op:
@@ -102,12 +119,31 @@ def prepare(spec: Spec, weights: LinearWeights | MoEWeights, policy: Policy | st
         NoKernelError, PolicyError: as :func:`select`. ShapeError: the weights do not fit the spec.
     """
     selection = select(spec, policy=policy, layer=layer)
-    op: Any = default_registry().kernel(selection.kernel).prepare(spec, weights)
+    try:
+        op: Any = default_registry().kernel(selection.kernel).prepare(spec, weights)
+    except UnfitWeightsError as error:
+        selection, op = _without(selection, error, spec, weights, current_policy(policy), layer)
     op.selection = selection
     if len(selection.kernels) > 1 and not op.serves_intervals:
         fix = "an op that shares its layout between kernels must switch by M and say serves_intervals = True"
         raise ContractError(f"op of {selection.kernel}", f"selected together with {', '.join(selection.kernels)}, but runs one kernel", fix)
     return op  # type: ignore[no-any-return]
+
+
+def _without(
+    refused: Selection, error: UnfitWeightsError, spec: Spec, weights: LinearWeights | MoEWeights, chosen: Policy, layer: str | None
+) -> tuple[Selection, Any]:
+    """Values of the weights, which no spec tells, do not suit the chosen layout: the next one serves, unless the policy forbids it."""
+    registry = default_registry()
+    others = tuple(k for k in registry.kernels() if k.kernel.layout != refused.layout or k.backend != refused.backend)
+    try:
+        selection = select_from(spec, Machine.detect(), chosen, others, registry.rows())
+    except (NoKernelError, PolicyError):
+        raise error from None
+    note = f"{spec}: {refused.kernel} cannot hold these weights ({error}), so {selection.kernel} serves them"
+    selection = replace(selection, notes=(note,))
+    tell(selection, layer)
+    return selection, registry.kernel(selection.kernel).prepare(spec, weights)
 
 
 def policy(text: Policy | str) -> AbstractContextManager[Policy]:
@@ -129,6 +165,8 @@ def load(
 
     if isinstance(path, (str, os.PathLike)):
         path = resolve_checkpoint(path)
+    elif not hasattr(path, "entries"):
+        raise FormatError(f"checkpoint of type {type(path).__name__}", "not a path", "give a folder, a .gguf file or a hub id")
     return load_model(path, policy=policy, numerics=numerics, dtype=dtype, progress=progress)
 
 

@@ -20,6 +20,7 @@ __all__ = [
     "PolicyError",
     "SettingError",
     "ShapeError",
+    "UnfitWeightsError",
     "ValueDecodeError",
 ]
 
@@ -65,6 +66,10 @@ class SettingError(HalError):
 
 class ShapeError(HalError):
     """A tensor whose shape, dtype or range does not fit the op it is given to."""
+
+
+class UnfitWeightsError(ShapeError):
+    """Weights whose values a kernel's layout cannot hold, though their scheme and shape are served."""
 
 
 class ContractError(HalError):

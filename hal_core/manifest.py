@@ -23,7 +23,8 @@ FILE_NAME = "hal_backend.json"
 #: A distribution's name as package indexes allow it, and the arguments that an install command may have: what a stranger's manifest
 #: says is printed as a command to run.
 _DISTRIBUTION = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,98}[A-Za-z0-9])?\Z")
-_INSTALL = re.compile(r"(pip|python -m pip) install( +[A-Za-z0-9._+=<>~!*,\[\]/:@\"'-]+)+\Z")
+#: Requirement specifiers alone: no option could name another index, no URL another source.
+_INSTALL = re.compile(r"(pip|python -m pip) install( +[\"']?[A-Za-z0-9][A-Za-z0-9._+=<>~!*,\[\]-]*[\"']?)+\Z")
 _WORD = re.compile(r"[A-Za-z0-9_.*-]{1,64}\Z")
 _MOST_ITEMS = 256
 _MOST_CHARACTERS = 300

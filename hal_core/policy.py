@@ -193,6 +193,8 @@ def current_policy(argument: Policy | str | None = None) -> Policy:
         PolicyError: the argument does not parse. SettingError: ``HAL_POLICY`` does not.
     """
     if argument is not None:
+        if not isinstance(argument, (str, Policy)):
+            raise PolicyError(f"policy of type {type(argument).__name__}", "not a policy", 'give a text such as "require:cpu"')
         return argument if isinstance(argument, Policy) else Policy.parse(argument)
     context = _CONTEXT.get()
     if context is not None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hal_core.errors import NoKernelError
-from hal_core.numerics import combined
+from hal_core.numerics import Numerics, combined
 from hal_core.refusal import Refusal
 from hal_core.selection import Candidate, Interval, Selection
 
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from hal_core.machine import Machine
-    from hal_core.numerics import Numerics
     from hal_core.policy import Binding, Policy
     from hal_core.registry import BackendRow, RegisteredKernel
     from hal_core.spec import Spec
@@ -124,10 +123,12 @@ def _rank(candidate: Candidate) -> tuple[bool, int, str]:
 def _judged(spec: Spec, machine: Machine, kernels: Sequence[RegisteredKernel], rows: Sequence[BackendRow]) -> list[Candidate]:
     """Each candidate with its own reasons, before any policy, in order of rank."""
     found = []
+    # The registry judged wheels by the machine at hand; this may be another.
+    barred = {row.name: row.manifest.refusals(machine) for row in rows if row.loaded and row.manifest is not None}
     for k in kernels:
         if k.kernel.op == spec.op:
-            reasons = _reasons(k, spec, machine)
-            rank = k.kernel.priority if reasons else k.kernel.rank(spec, machine)
+            reasons, rank = _reasons(k, spec, machine)
+            reasons = (*barred.get(k.backend, ()), *reasons)
             found.append(Candidate(k.name, k.backend, not reasons, priority=rank, refusals=reasons))
     serving = {candidate.backend for candidate in found}
     for row in rows:
@@ -141,16 +142,40 @@ def _judged(spec: Spec, machine: Machine, kernels: Sequence[RegisteredKernel], r
     return sorted(found, key=_rank)
 
 
-def _reasons(registered: RegisteredKernel, spec: Spec, machine: Machine) -> tuple[Refusal, ...]:
-    """A kernel's own verdict; one that breaks while it is asked is refused, and hides nobody."""
+def _reasons(registered: RegisteredKernel, spec: Spec, machine: Machine) -> tuple[tuple[Refusal, ...], int]:
+    """A kernel's own verdict and its rank; one that breaks while it is asked anything is refused, and hides nobody."""
+    kernel: Any = registered.kernel
+    reasons = _answer(registered, "refusals", tuple, spec, machine)
+    if isinstance(reasons, _Broken) or any(not isinstance(reason, Refusal) for reason in reasons):
+        found = reasons.found if isinstance(reasons, _Broken) else "refusals() returned tuple, not a tuple of Refusal"
+        return _broken(registered, found), kernel.priority
+    if reasons:
+        return reasons, kernel.priority
+    rank = _answer(registered, "rank", int, spec, machine)
+    others = [_answer(registered, name, kind, spec) for name, kind in (("computes", Numerics), ("transforms", tuple), ("padding", tuple))]
+    faults = [answer.found for answer in (rank, *others) if isinstance(answer, _Broken)]
+    return (_broken(registered, "; ".join(faults)), kernel.priority) if faults else ((), rank)
+
+
+@dataclass(frozen=True)
+class _Broken:
+    """What went wrong in a plugin's answer."""
+
+    found: str
+
+
+def _answer(registered: RegisteredKernel, name: str, kind: type, *arguments: object) -> Any:
+    """One answer of a kernel, of the kind that the contract says, or what is wrong with it."""
     try:
-        reasons: object = registered.kernel.refusals(spec, machine)
+        value = getattr(registered.kernel, name)(*arguments)
     except Exception as error:  # noqa: BLE001 - a plugin may raise anything
-        found = f"refusals() raised {type(error).__name__}: {error}"
-    else:
-        if isinstance(reasons, tuple) and all(isinstance(reason, Refusal) for reason in reasons):
-            return reasons
-        found = f"refusals() returned {type(reasons).__name__}, not a tuple of Refusal"
+        return _Broken(f"{name}() raised {type(error).__name__}: {error}")
+    if isinstance(value, kind) and not isinstance(value, bool):
+        return value
+    return _Broken(f"{name}() returned {type(value).__name__}, not a {kind.__name__}{' of Refusal' if name == 'refusals' else ''}")
+
+
+def _broken(registered: RegisteredKernel, found: str) -> tuple[Refusal, ...]:
     return (Refusal("backend.invalid", f"a verdict of {registered.name}", found, "tell the plugin's authors"),)
 
 

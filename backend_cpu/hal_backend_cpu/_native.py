@@ -23,8 +23,7 @@ def _load() -> None:
         torch.ops.load_library(str(_LIBRARY))
     except OSError as error:
         raise ImportError(
-            f"{_LIBRARY.name} does not load with torch {torch.__version__}; it needs torch >= 2.11 "
-            f"on x86-64 Linux: {error}"
+            f"{_LIBRARY.name} does not load with torch {torch.__version__}; it needs torch >= 2.11 on x86-64 Linux: {error}"
         ) from error
 
 
@@ -57,9 +56,7 @@ def pack(values: torch.Tensor, k: int, bits: int) -> torch.Tensor:
     return ops.pack(values.contiguous(), k, bits)
 
 
-def unpack(
-    packed: torch.Tensor, n: int, k: int, bits: int, *, signed: bool = False
-) -> torch.Tensor:
+def unpack(packed: torch.Tensor, n: int, k: int, bits: int, *, signed: bool = False) -> torch.Tensor:
     """The exact inverse of `pack`; ``signed`` returns 8-bit values as int8."""
     return ops.unpack(packed.contiguous(), n, k, bits, signed)
 

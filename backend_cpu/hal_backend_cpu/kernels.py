@@ -5,17 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hal_backend_cpu.layout import LAYOUT
+from hal_backend_cpu.constants import LAYOUT, TILE
 from hal_core.kernel import EmbeddingKernel, LinearEpilogue, LinearKernel, MoEEpilogue, MoEKernel, SchemeSet
 from hal_core.numerics import Numerics
 from hal_core.refusal import Refusal
 from hal_core.schemes import GranularityKind, ZeroKind
+from hal_core.selection import Padding
 from hal_core.spec import ACTIVATIONS
 
 if TYPE_CHECKING:
     from hal_backend_cpu.ops import CpuEmbedding, CpuLinear, CpuMoE
     from hal_core.kernel import LinearWeights, MoEWeights
     from hal_core.machine import Machine
+    from hal_core.schemes import WeightScheme
     from hal_core.spec import EmbeddingSpec, LinearSpec, MoESpec
 
 __all__ = ["KERNELS"]
@@ -50,6 +52,15 @@ def _bf16_rank(machine: Machine) -> int:
     return _SLOW_BF16 if intel else _FAST_BF16
 
 
+def _tiled(*dims: tuple[str, int, int]) -> tuple[Padding, ...]:
+    """The dimensions that the layout widens, of ``(name, size, multiple)``."""
+    return tuple(Padding(name, size, -(-size // multiple) * multiple) for name, size, multiple in dims if size % multiple)
+
+
+def _word(scheme: WeightScheme) -> int:
+    return 32 // scheme.bits
+
+
 def _same_dtype(spec: LinearSpec | MoESpec) -> tuple[Refusal, ...]:
     if spec.output == spec.dtype:
         return ()
@@ -76,6 +87,9 @@ class LinearAVX512(LinearKernel):
 
     def refusals(self, spec: LinearSpec, machine: Machine) -> tuple[Refusal, ...]:
         return (*super().refusals(spec, machine), *_same_dtype(spec))
+
+    def padding(self, spec: LinearSpec) -> tuple[Padding, ...]:
+        return _tiled(("n", spec.n, TILE), ("k", spec.k, _word(spec.weights)))
 
     def prepare(self, spec: LinearSpec, weights: LinearWeights) -> CpuLinear:
         from hal_backend_cpu.ops import CpuLinear
@@ -130,6 +144,9 @@ class EmbeddingAVX512(EmbeddingKernel):
     layout = LAYOUT
     error_bound = _BOUND
     priority = 200
+
+    def padding(self, spec: EmbeddingSpec) -> tuple[Padding, ...]:
+        return _tiled(("rows", spec.rows, TILE), ("dim", spec.dim, _word(spec.weights)))
 
     def prepare(self, spec: EmbeddingSpec, weights: LinearWeights) -> CpuEmbedding:
         from hal_backend_cpu.ops import CpuEmbedding
@@ -191,6 +208,10 @@ class MoEAVX512(MoEKernel):
 
     def refusals(self, spec: MoESpec, machine: Machine) -> tuple[Refusal, ...]:
         return (*super().refusals(spec, machine), *_same_dtype(spec))
+
+    def padding(self, spec: MoESpec) -> tuple[Padding, ...]:
+        # each matrix is widened where it has outputs (tiles) and inputs (words); the tile covers both
+        return _tiled(("hidden", spec.hidden, TILE), ("intermediate", spec.intermediate, TILE))
 
     def prepare(self, spec: MoESpec, weights: MoEWeights) -> CpuMoE:
         from hal_backend_cpu.ops import CpuMoE

@@ -9,14 +9,12 @@ from torch import nn
 
 from hal_backend_cpu import _native
 from hal_core.canonical import QuantizedTensor, pack_nibbles, unpack_nibbles
-from hal_core.errors import ShapeError
+from hal_core.errors import ShapeError, UnfitWeightsError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["LAYOUT", "PackedMatrix"]
-
-LAYOUT = "cpu.tile16"
+__all__ = ["PackedMatrix"]
 
 
 class PackedMatrix(nn.Module):
@@ -114,7 +112,7 @@ def _group_order(g_idx: Tensor, group: int) -> Tensor:
     perm = torch.argsort(g_idx, dim=-1, stable=True)
     expected = torch.arange(g_idx.shape[-1], device=g_idx.device) // group
     if not torch.equal(g_idx.gather(-1, perm), expected.expand(g_idx.shape).to(g_idx.dtype)):
-        raise ShapeError("g_idx", f"groups that do not have {group} columns each", "use --policy require:reference for this checkpoint")
+        raise UnfitWeightsError("g_idx", f"groups that do not have {group} columns each", "use policy require:reference for it")
     return perm.int()
 
 

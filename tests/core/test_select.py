@@ -451,3 +451,26 @@ def test_threads_that_ask_at_once_get_equal_answers(process):
     assert len(found) == 6 * 29
     assert len({selection.spec for selection in found}) == 29
     assert all(selection == select_from(selection.spec, MACHINE, Policy(), KERNELS, ROWS) for selection in found)
+
+
+@pytest.mark.parametrize("what", ["rank", "computes", "transforms", "padding"])
+@pytest.mark.parametrize("answer", [lambda self, *_: 1 / 0, lambda self, *_: "nonsense"])
+def test_a_kernel_that_breaks_while_asked_is_refused_and_hides_nobody(what, answer):
+    broken = registered("cpu.broken", priority=99, **{what: answer})
+    healthy = registered("cpu.healthy", priority=1)
+    selection = select_from(LINEAR, MACHINE, Policy(), (broken, healthy))
+    assert selection.kernel == "cpu.healthy"
+    (verdict,) = [c for c in selection.candidates if c.kernel == "cpu.broken"]
+    assert [r.code for r in verdict.refusals] == ["backend.invalid"]
+
+
+@pytest.mark.parametrize("wrong", [None, 1, "linear", {}])
+def test_what_is_no_spec_machine_or_policy_is_a_clear_error(wrong):
+    for ask in (hal.select, hal.explain, hal.candidates):
+        with pytest.raises(hal.HalError, match="not a spec"):
+            ask(wrong)
+    if wrong is not None:
+        with pytest.raises(hal.HalError, match="not a Machine"):
+            hal.select(LINEAR, machine=wrong)
+    with pytest.raises(hal.HalError):
+        hal.load(wrong if not isinstance(wrong, str) else "no such/path here")

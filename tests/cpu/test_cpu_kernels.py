@@ -105,6 +105,41 @@ def test_act_order_linear(level: str, scheme: str) -> None:
     assert relative(kernel(level, 0).prepare(spec, LinearWeights(weight)).apply(x), truth) < 2e-5
 
 
+def test_weights_that_the_layout_cannot_hold_are_served_by_the_next_with_a_note() -> None:
+    import hal_core as hal
+
+    weight = random_weight("int4:g32:zero", (), 8, 64, act_order=True)
+    weight.g_idx[:] = torch.randint(0, 2, (64,))
+    weight.g_idx[:2] = torch.tensor([0, 1])
+    weight.g_idx[2:36] = 0  # more than a group's columns
+    spec, weights = LinearSpec(8, 64, weight.scheme, dtype="fp32"), LinearWeights(weight)
+    with pytest.warns(hal.HalWarning, match="cannot hold"):
+        op = hal.prepare(spec, weights)
+    assert op.selection.kernel == "reference.linear"
+    x = inputs(3, 64, "fp32")
+    assert torch.equal(op.apply(x), ReferenceLinear().prepare(spec, weights).apply(x))
+    with pytest.raises(ShapeError, match="require:reference"):
+        hal.prepare(spec, weights, policy="require:cpu")
+
+
+def test_listing_kernels_loads_no_native_code() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, hal_backend_cpu.backend as b; b.backend.kernels(); assert 'hal_backend_cpu._native' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_padding_of_the_layout_is_reported_and_true() -> None:
+    import hal_core as hal
+
+    op = hal.prepare(LinearSpec(17, 90, WeightScheme.parse("int4:g16"), dtype="fp32"), LinearWeights(random_weight("int4:g16", (), 17, 90)))
+    found = {p.dim: (p.asked, p.padded) for p in op.selection.padding}
+    assert found == {"n": (17, 32), "k": (90, 96)}
+    tiles, words, lanes = op.weight.codes.shape
+    assert (tiles * lanes, words * 8) == (32, 96)
+
+
 def test_act_order_with_uneven_groups_is_refused_with_a_way_out() -> None:
     weight = random_weight("int4:g32:zero", (), 8, 64, act_order=True)
     weight.g_idx[:] = 0
