@@ -6,14 +6,22 @@ neighbours, which lie side by side in a word of twice the size; three steps make
 
 from __future__ import annotations
 
+import math
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 __all__ = ["join_fields", "split_fields", "split_last"]
 
 #: The words of each step, and the bits that one neighbour may take of them.
 _STEPS = ((torch.int16, 8), (torch.int32, 16), (torch.int64, 32))
+#: Codes in work at a time.
+_CODES = 1 << 20
 
 
 def split_last(tensor: Tensor, *sizes: int) -> Tensor:
@@ -23,6 +31,31 @@ def split_last(tensor: Tensor, *sizes: int) -> Tensor:
 
 def join_fields(codes: Tensor, bits: int) -> Tensor:
     """uint8 ``[.., count]``, each below ``2**bits``, to bytes ``[.., ceil(count/8)*bits]``; unused bits are 0."""
+    *lead, count = codes.shape
+    rows = codes.reshape(math.prod(lead), count)
+    out = torch.empty(rows.shape[0], -(-count // 8) * bits, dtype=torch.uint8, device=codes.device)
+    for part in _parts(rows):
+        out[part] = _join(rows[part], bits)
+    return out.view(*lead, out.shape[1])
+
+
+def split_fields(data: Tensor, bits: int, count: int) -> Tensor:
+    """Inverse of :func:`join_fields`: the first ``count`` codes of a stream, uint8 ``[.., count]``; missing bytes are 0."""
+    *lead, width = data.shape
+    rows = data.reshape(math.prod(lead), width)
+    out = torch.empty(rows.shape[0], count, dtype=torch.uint8, device=data.device)
+    for part in _parts(out):
+        out[part] = _split(rows[part], bits, count)
+    return out.view(*lead, count)
+
+
+def _parts(rows: Tensor) -> Iterator[slice]:
+    """Runs of rows that stay in a processor's cache while they are worked on."""
+    step = max(1, _CODES // max(1, rows.shape[1]))
+    return (slice(start, start + step) for start in range(0, rows.shape[0], step))
+
+
+def _join(codes: Tensor, bits: int) -> Tensor:
     count = codes.shape[-1]
     # flat, because a contiguous tensor may have any stride in a dimension of one
     words = (pad(codes, (0, -count % 8)) if count % 8 else codes.contiguous()).flatten()
@@ -31,23 +64,28 @@ def join_fields(codes: Tensor, bits: int) -> Tensor:
         words = words.view(dtype)
         words = (words & ((1 << width) - 1)).bitwise_or_((words >> half) << width)
         width *= 2
-    return words.view(torch.uint8).view(*codes.shape[:-1], -(-count // 8), 8)[..., :bits].flatten(-2)
+    return words.view(torch.uint8).view(codes.shape[0], -(-count // 8), 8)[..., :bits].flatten(-2)
 
 
-def split_fields(data: Tensor, bits: int, count: int) -> Tensor:
-    """Inverse of :func:`join_fields`: the first ``count`` codes of a stream, uint8 ``[.., count]``; missing bytes are 0."""
-    if not data.numel():  # strides of nothing cannot be viewed as wider words
-        return torch.zeros(*data.shape[:-1], count, dtype=torch.uint8, device=data.device)
+def _split(data: Tensor, bits: int, count: int) -> Tensor:
     eights = -(-count // 8)
-    stream = data[..., : eights * bits]
-    if stream.shape[-1] < eights * bits:
-        stream = pad(stream, (0, eights * bits - stream.shape[-1]))
-    words = torch.zeros(*data.shape[:-1], eights, 8, dtype=torch.uint8, device=data.device)
-    words[..., :bits] = split_last(stream, eights, bits)
-    words = words.view(torch.int64).flatten(-2)
+    stream = data[:, : eights * bits]
+    if stream.shape[1] < eights * bits:
+        stream = pad(stream, (0, eights * bits - stream.shape[1]))
+    words = _eights(stream.contiguous().view(-1), bits)
     for dtype, half in reversed(_STEPS):
         width = bits * half // 8
         words = words.view(dtype)
         words = (words & ((1 << width) - 1)).bitwise_or_((words >> width).bitwise_left_shift_(half))
-    codes = words.view(torch.uint8)
-    return codes if codes.shape[-1] == count else codes[..., :count].contiguous()
+    return words.view(torch.uint8).view(data.shape[0], eights * 8)[:, :count]
+
+
+def _eights(stream: Tensor, bits: int) -> Tensor:
+    """Each ``bits`` bytes of a flat stream as one number, int64."""
+    if bits == 2:
+        return stream.view(torch.int16).to(torch.int64).bitwise_and_(0xFFFF)
+    parts = stream.view(-1, bits)
+    words = torch.zeros(parts.shape[0], 8, dtype=torch.uint8, device=stream.device)
+    for byte in range(bits):
+        words[:, byte] = parts[:, byte]
+    return words.view(torch.int64).flatten()
