@@ -16,6 +16,7 @@ from hal_core.probe import Probe, probe_from
 from hal_core.registry import BackendRow, default_registry
 from hal_core.select import candidates_from, select_from
 from hal_core.spec import EmbeddingSpec, KVCacheSpec, LinearSpec, MoESpec
+from hal_core.stored import with_software
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -109,7 +110,8 @@ def _spec(spec: Spec) -> Spec:
 def _machine(machine: Machine | None) -> Machine:
     if machine is not None and not isinstance(machine, Machine):
         raise ValueDecodeError(f"machine of type {type(machine).__name__}", "not a Machine", "use Machine.from_json, or None for this one")
-    return Machine.detect() if machine is None else machine
+    local = Machine.detect()
+    return local if machine is None or machine is local else with_software(machine, local)
 
 
 def prepare(spec: Spec, weights: LinearWeights | MoEWeights, policy: Policy | str | None = None, *, layer: str | None = None) -> Op:

@@ -28,6 +28,6 @@ def register(app: typer.Typer) -> None:
             dequantize_checkpoint(path, target, progress=progress)
         size = target.stat().st_size
         if as_json:
-            print_json({"checkpoint": checkpoint, "out": str(target), "bytes": size})
+            print_json({"checkpoint": checkpoint, "out": str(out), "bytes": size})
         else:
-            console().print(f"wrote {target} ({human_bytes(size)})")
+            console().print(f"wrote {out} ({human_bytes(size)})")

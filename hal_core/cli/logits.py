@@ -53,13 +53,13 @@ def register(app: typer.Typer) -> None:
         values = compute_logits(model, tokens)
         write_logits(target, values, model.hal)
         summary = {
-            "checkpoint": checkpoint, "out": str(target), "shape": list(values.shape), "kernels": model.hal.kernels(),
+            "checkpoint": checkpoint, "out": str(out), "shape": list(values.shape), "kernels": model.hal.kernels(),
             "numerics": model.hal.numerics, "policy": model.hal.policy,
         }  # fmt: skip
         if as_json:
             print_json(summary)
         else:
-            console().print(f"wrote {target}: logits {list(values.shape)}; {model.hal}")
+            console().print(f"wrote {out}: logits {list(values.shape)}; {model.hal}")
 
 
 def compute_logits(model: Any, tokens: list[int]) -> Tensor:

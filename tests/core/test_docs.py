@@ -217,12 +217,9 @@ def test_every_page_is_reached_from_the_index():
     assert [page_id(page) for page in PAGES[1:] if page not in linked and page not in indexes] == []
 
 
-def test_the_table_of_refusal_codes_is_that_of_the_code():
-    page = (ROOT / "docs" / "how-selection-works.md").read_text(encoding="utf-8")
-    table = "\n".join(["| code | meaning |", "|---|---|", *(f"| `{code}` | {meaning} |" for code, meaning in CODES.items())])
-    shown = re.search(r"<!-- codes: .* -->\n\n(.*?)\n\n<!-- end of codes -->", page, re.DOTALL)
-    assert shown is not None
-    assert shown[1] == table, f"put this table there:\n{table}"
+def test_every_refusal_code_has_its_section():
+    page = (ROOT / "docs" / "refusals.md").read_text(encoding="utf-8")
+    assert [code for code in CODES if f"`{code}`" not in page] == []
 
 
 def test_every_command_has_its_section_and_an_example():
