@@ -29,7 +29,7 @@ CODES: dict[str, str] = {
     "scheme.group": "The kernel cannot serve this group size.",
     "scheme.zero": "The kernel has no code for this kind of zero point.",
     "scheme.act_order": "The kernel cannot follow an activation order (g_idx).",
-    "numerics.activations": "The kernel quantizes activations in a way that the request does not tolerate.",
+    "numerics.activations": "The kernel quantizes activations in a way that the request does not tolerate, or cannot as it asks.",
     "numerics.weights": "The kernel changes the stored weights in a way that the request does not tolerate.",
     "numerics.operand": "The kernel rounds an unquantized operand more coarsely than the request tolerates.",
     "numerics.accumulation": "The kernel accumulates in a narrower type than the request asks for.",

@@ -2,7 +2,8 @@
 
 Dynamic scales come from the largest magnitude of a token, group or tensor: over 127 for int8, over 448 for fp8; a power of two for
 the MX types, which leaves the largest magnitude in the top binade of the element (OCP MX 1.0, section 6.3); for nvfp4 an e4m3 number
-times the static global scale. Codes are rounded to nearest, ties to even, and saturate.
+times the static global scale. Codes are rounded to nearest, ties to even, and saturate. NaN and infinities have no part in a dynamic
+scale and stay what they are, so that they spoil their own rows only.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from hal_core.codebooks import codebook
 from hal_core.errors import ShapeError
 from hal_core.numerics import ActivationQuant
+from hal_core.refusal import Refusal
 from hal_core.schemes import GranularityKind
 
 if TYPE_CHECKING:
@@ -24,25 +26,51 @@ if TYPE_CHECKING:
     from hal_core.schemes import ActivationScheme
     from hal_core.spec import LinearSpec, MoESpec
 
-__all__ = ["InputQuantizer", "check_inputs", "input_quantizer"]
+__all__ = ["InputQuantizer", "check_inputs", "input_quantizer", "input_refusals"]
 
 _LARGEST = {"int8": 127.0, "fp8_e4m3": 448.0, "fp8_e5m2": 57344.0, "mxfp8": 448.0, "mxfp4": 6.0, "nvfp4": 6.0}
 _FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "mxfp8": torch.float8_e4m3fn}
 #: Exponent of the top binade of an MX element.
 _TOP = {"mxfp8": 8, "mxfp4": 2}
 _E4M3 = 448.0
+_SPANS = (GranularityKind.TOKEN, GranularityKind.TENSOR, GranularityKind.GROUP)
+#: Their scales belong to the blocks of a call.
+_BLOCKED = ("mxfp8", "mxfp4", "nvfp4")
 
 
 def input_quantizer(spec: LinearSpec | MoESpec) -> InputQuantizer | None:
-    """What is done to the inputs of ``spec``: its checkpoint's scheme where the request tolerates that, else nothing."""
+    """What is asked for the inputs of ``spec``: its checkpoint's scheme where the request tolerates that, else nothing."""
     acts = spec.activations
-    if acts is None or acts.dtype not in _LARGEST or ActivationQuant.of(acts) not in spec.numerics.activations:
-        return None
-    return InputQuantizer(acts)
+    return None if acts is None or ActivationQuant.of(acts) not in spec.numerics.activations else InputQuantizer(acts)
+
+
+def input_refusals(spec: LinearSpec | MoESpec) -> tuple[Refusal, ...]:
+    """Why inputs cannot be quantized as asked: they are never computed exactly, or in another way, instead."""
+    quantizer = input_quantizer(spec)
+    found = "" if quantizer is None else _unserved(quantizer.scheme)
+    if quantizer is None or not found:
+        return ()
+    fix = "ask for exact activations with --numerics exact, or use another kernel"
+    return (Refusal("numerics.activations", f"activations quantized to {quantizer.scheme}", found, fix),)
+
+
+def _unserved(scheme: ActivationScheme) -> str:
+    """What of a scheme is not computed here, or ''."""
+    if scheme.dtype not in _LARGEST:
+        return f"no rule for elements of {scheme.dtype}"
+    if scheme.granularity.kind not in _SPANS:
+        return f"no rule for scales over {scheme.granularity}"
+    if not scheme.symmetric and scheme.dtype != "int8":
+        return f"no rule for zero points of {scheme.dtype}"
+    if not scheme.dynamic and (scheme.granularity.kind is not GranularityKind.TENSOR or scheme.dtype in _BLOCKED):
+        return f"no rule for static scales of {scheme.dtype} over {scheme.granularity}"
+    return ""
 
 
 def check_inputs(quantizer: InputQuantizer | None, weight: QuantizedTensor, asked: str) -> None:
-    """Raise when a static scale or zero point that the scheme needs did not come with the weight."""
+    """Raise when the scheme is not served, or needs a static scale or zero point that did not come with the weight."""
+    if quantizer is not None and (found := _unserved(quantizer.scheme)):
+        raise ShapeError(f"{asked} inputs quantized to {quantizer.scheme}", found, "ask for exact activations")
     if quantizer is None or quantizer.scheme.dynamic:
         return
     missing = [name for name in ("input_scale", "input_zero")[: 2 - quantizer.scheme.symmetric] if getattr(weight, name) is None]
@@ -66,8 +94,10 @@ class InputQuantizer:
         groups = -(-k // size)
         padded = torch.nn.functional.pad(x, (0, groups * size - k)).view(x.shape[0], groups, size)
         whole = self.scheme.granularity.kind is GranularityKind.TENSOR
-        found = self._dynamic(padded.view(1, 1, -1) if whole else padded, scale)
-        return self._rounded(padded, *found).view(x.shape[0], -1)[:, :k]
+        finite = torch.where(padded.isfinite(), padded, 0.0)
+        found = self._dynamic(finite.view(1, 1, -1) if whole else finite, scale)
+        rounded = torch.where(padded.isfinite(), self._rounded(finite, *found), padded)
+        return rounded.view(x.shape[0], -1)[:, :k]
 
     def _dynamic(self, x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Scales ``[.., 1]`` of the last dimension, and zero points when asymmetric."""

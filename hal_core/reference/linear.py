@@ -10,7 +10,7 @@ from hal_core.errors import ShapeError
 from hal_core.kernel import EmbeddingKernel, LinearEpilogue, LinearKernel, LinearWeights
 from hal_core.numerics import ActivationQuant, Numerics
 from hal_core.ops import QuantEmbedding, QuantLinear
-from hal_core.reference.inputs import check_inputs, input_quantizer
+from hal_core.reference.inputs import check_inputs, input_quantizer, input_refusals
 from hal_core.reference.schemes import EVERY_ROW_SCHEME, EVERY_SCHEME, OUTPUT_ROUNDING
 from hal_core.reference.weights import CanonicalWeight
 from hal_core.weight_checks import check_embedding_weights, check_linear_weights, check_same_kind, kinds_of
@@ -18,6 +18,8 @@ from hal_core.weight_checks import check_embedding_weights, check_linear_weights
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from hal_core.machine import Machine
+    from hal_core.refusal import Refusal
     from hal_core.spec import EmbeddingSpec, LinearSpec
 
 __all__ = ["ReferenceEmbedding", "ReferenceEmbeddingOp", "ReferenceLinear", "ReferenceLinearOp"]
@@ -89,6 +91,9 @@ class ReferenceLinear(LinearKernel):
     layout = "canonical"
     error_bound = OUTPUT_ROUNDING
     priority = 0
+
+    def refusals(self, spec: LinearSpec, machine: Machine) -> tuple[Refusal, ...]:
+        return (*super().refusals(spec, machine), *input_refusals(spec))
 
     def computes(self, spec: LinearSpec) -> Numerics:
         quantizer = input_quantizer(spec)

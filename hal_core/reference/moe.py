@@ -13,7 +13,7 @@ from hal_core.kernel import MoEEpilogue, MoEKernel, MoEWeights
 from hal_core.numerics import ActivationQuant, Numerics
 from hal_core.ops import MoEExperts, Routed
 from hal_core.reference.activations import activate
-from hal_core.reference.inputs import check_inputs, input_quantizer
+from hal_core.reference.inputs import check_inputs, input_quantizer, input_refusals
 from hal_core.reference.schemes import EVERY_SCHEME, OUTPUT_ROUNDING
 from hal_core.reference.weights import CanonicalWeight
 from hal_core.spec import ACTIVATIONS
@@ -22,7 +22,9 @@ from hal_core.weight_checks import check_moe_weights, check_same_kind, kinds_of
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from hal_core.machine import Machine
     from hal_core.ops import Batched, Grouped, QuantizedActivation
+    from hal_core.refusal import Refusal
     from hal_core.spec import MoESpec
 
 __all__ = ["ReferenceMoE", "ReferenceMoEOp", "check_routed"]
@@ -160,6 +162,9 @@ class ReferenceMoE(MoEKernel):
     layout = "canonical"
     error_bound = OUTPUT_ROUNDING
     priority = 0
+
+    def refusals(self, spec: MoESpec, machine: Machine) -> tuple[Refusal, ...]:
+        return (*super().refusals(spec, machine), *input_refusals(spec))
 
     def computes(self, spec: MoESpec) -> Numerics:
         quantizer = input_quantizer(spec)

@@ -10,15 +10,19 @@ import checkpoints
 import float_checkpoints as floats
 import pytest
 import torch
+from core.fakes import MACHINE
 
 import hal_core as hal
 from hal_core.canonical import stack
-from hal_core.errors import ShapeError
+from hal_core.errors import NoKernelError, ShapeError
 from hal_core.formats import open_checkpoint
 from hal_core.kernel import LinearWeights, MoEWeights
 from hal_core.numerics import ActivationQuant, Numerics, numerics_from_word
 from hal_core.ops import Routed
 from hal_core.plan import plan_checkpoint
+from hal_core.reference.inputs import InputQuantizer
+from hal_core.reference.linear import ReferenceLinear
+from hal_core.reference.moe import ReferenceMoE
 from hal_core.schemes import ActivationScheme, Granularity, WeightScheme
 from hal_core.spec import LinearSpec, MoESpec
 
@@ -225,8 +229,43 @@ def test_no_inputs_at_all_have_no_scale():
     assert torch.equal(op.apply(torch.zeros(2, 64)), torch.zeros(2, 24))
 
 
-def test_unknown_kinds_of_inputs_are_left_to_kernels_that_know_them():
-    scheme = ActivationScheme("int4", C)
+UNSERVED = [
+    ActivationScheme("int4", C),
+    ActivationScheme("int8", Granularity.blocks(128, 128)),
+    ActivationScheme("int8", Granularity.superblocks(16, 64)),
+    ActivationScheme("fp8_e4m3", C, symmetric=False),
+    ActivationScheme("int8", C, dynamic=False),
+    ActivationScheme("mxfp4", G(32), dynamic=False),
+]
+
+
+@pytest.mark.parametrize("scheme", UNSERVED, ids=str)
+def test_inputs_that_cannot_be_quantized_as_asked_are_refused_and_never_computed_otherwise(scheme):
     weight = floats.random_element_weight(WeightScheme.parse("int8:channel"), 24, 64, 1, torch.float32)
     spec = LinearSpec(24, 64, weight.scheme, scheme, request(scheme), "fp32")
-    assert hal.prepare(spec, LinearWeights(weight), policy="require:reference").selection.numerics.exact
+    moe = MoESpec(3, 1, 64, 40, weight.scheme, weight.scheme, weight.scheme, activations=scheme, numerics=request(scheme), dtype="fp32")
+    for kernel, asked in ((ReferenceLinear(), spec), (ReferenceMoE(), moe)):
+        (refusal,) = kernel.refusals(asked, MACHINE)
+        assert refusal.code == "numerics.activations"
+        assert str(scheme) in refusal.asked
+        assert "no rule" in refusal.found
+        assert "--numerics exact" in refusal.fix
+        assert not kernel.refusals(replace(asked, numerics=Numerics()), MACHINE)
+    with pytest.raises(NoKernelError, match=r"numerics\.activations"):
+        hal.prepare(spec, LinearWeights(weight), policy="require:reference")
+    with pytest.raises(ShapeError, match="no rule"):
+        ReferenceLinear().prepare(spec, LinearWeights(weight))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("scheme", [s for s in SCHEMES if s.dynamic] + [ActivationScheme("int8", T, symmetric=False)], ids=str)
+def test_numbers_that_are_not_finite_spoil_their_own_row_only(scheme, bad):
+    x = inputs(4, 96)
+    damaged = x.clone()
+    damaged[2, 5] = bad
+    x[2, 5] = 0
+    got, expected = InputQuantizer(scheme)(damaged), InputQuantizer(scheme)(x)
+    others = torch.tensor([0, 1, 3])
+    assert torch.equal(got[others], expected[others])
+    assert got[others].any()
+    assert torch.equal(got[2, 5], damaged[2, 5]) or (got[2, 5].isnan() and damaged[2, 5].isnan())
