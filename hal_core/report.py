@@ -28,7 +28,7 @@ class OpReport:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """``model.hal`` of a loaded model. Bytes are those held in memory after loading."""
+    """``model.hal`` of a loaded model. Bytes are those held in memory after loading; notes: parts of the checkpoint that are not used."""
 
     path: str
     format: str
@@ -38,6 +38,12 @@ class LoadReport:
     ops: tuple[OpReport, ...]
     packed_bytes: int
     unquantized_bytes: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def computed(self) -> tuple[str, ...]:
+        """What the kernels do, each way once; ``numerics`` is what was asked for."""
+        return tuple(sorted({str(op.selection.numerics) for op in self.ops}))
 
     def kernels(self) -> dict[str, int]:
         """Number of ops by kernel name."""
@@ -46,4 +52,6 @@ class LoadReport:
     def __str__(self) -> str:
         used = ", ".join(f"{name} x{count}" for name, count in self.kernels().items()) or "none (nothing is quantized)"
         size = f"{self.packed_bytes / 1e6:.1f} MB packed, {self.unquantized_bytes / 1e6:.1f} MB unquantized"
-        return f"{self.format} {self.path}: {used}; {size}; {self.dtype}, numerics {self.numerics}, policy {self.policy}"
+        computed = " and ".join(self.computed) or "nothing quantized"
+        asked = f"{self.dtype}, numerics {self.numerics} (computed: {computed}), policy {self.policy}"
+        return "; ".join((f"{self.format} {self.path}: {used}", size, asked, *self.notes))

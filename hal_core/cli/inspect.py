@@ -48,6 +48,7 @@ def describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
         "model_type": config.get("model_type"),
         "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
         "files": [{"name": file.name, "bytes": file.stat().st_size} for file in checkpoint.files],
+        "notes": list(checkpoint.notes),
         "layers": [_group(pattern, entries) for (pattern, *_), entries in groups.items()],
         "totals": {
             "all": _total(checkpoint.entries.values()),
@@ -91,6 +92,8 @@ def _print(found: dict[str, Any]) -> None:
     for name, total in found["totals"].items():
         if total["parameters"] or name == "all":
             out.print(f"{name}: {total['parameters']:,} parameters, {human_bytes(total['bytes'])}, {_bits(total)} bits per weight")
+    for note in found["notes"]:
+        out.print(f"note: {note}")
     size = sum(file["bytes"] for file in found["files"])
     out.print(f"files: {len(found['files'])}, {human_bytes(size)}; activations in {found['dtype'] or 'fp32 (the config names no dtype)'}")
 

@@ -192,8 +192,9 @@ def describe(report: LoadReport) -> dict[str, Any]:
         layers[key] = layers.get(key, 0) + 1
     rows = [{"layers": pattern, "count": count, "kernel": kernel, "spec": spec} for (pattern, kernel, spec), count in layers.items()]
     return {
-        "format": report.format, "dtype": report.dtype, "numerics": report.numerics, "policy": report.policy, "kernels": report.kernels(),
-        "layers": rows, "notes": [f"{op.module}: {note}" for op in report.ops for note in op.notes],
+        "format": report.format, "dtype": report.dtype, "numerics": report.numerics, "computed": list(report.computed),
+        "policy": report.policy, "kernels": report.kernels(),
+        "layers": rows, "notes": [*report.notes, *(f"{op.module}: {note}" for op in report.ops for note in op.notes)],
         "packed_bytes": report.packed_bytes, "unquantized_bytes": report.unquantized_bytes,
     }  # fmt: skip
 
@@ -214,9 +215,9 @@ def _print_summary(result: dict[str, Any]) -> None:
         f"prefill {result['prompt_tokens']} tokens at {result['prefill_tokens_per_second']:.1f} tokens/s; "
         f"decode {result['new_tokens']} tokens at {'-' if decode is None else f'{decode:.1f}'} tokens/s; {result['threads']} threads"
     )
-    peak = result["peak_memory_bytes"]
+    peak, computed = result["peak_memory_bytes"], " and ".join(result["computed"]) or "nothing quantized"
     out.print(
         f"weights {human_bytes(result['packed_bytes'])} packed + {human_bytes(result['unquantized_bytes'])} unquantized; "
         f"peak memory {human_bytes(peak) if peak else '?'}; loaded in {result['load_seconds']:.1f} s; "
-        f"numerics {result['numerics']}, policy {result['policy']}, activations {result['dtype']}"
+        f"numerics {result['numerics']} (computed: {computed}), policy {result['policy']}, activations {result['dtype']}"
     )

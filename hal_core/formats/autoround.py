@@ -68,7 +68,7 @@ class AutoRoundRules:
                 flat += item if isinstance(item, list) else [item]
             if not all(isinstance(part, str) for part in flat):
                 raise self.config.error(field, "expected names of blocks")
-            return tuple(name.strip() for part in flat for name in part.split(","))
+            return tuple(name for part in flat for piece in part.split(",") if (name := piece.strip().strip(".")))
         return ()
 
     @property
@@ -105,7 +105,7 @@ class AutoRoundRules:
             if pattern.search(module):
                 firm = None if not quantized and _router_pattern(key, module) else quantized
                 return Decision(rule, firm, f"extra_config pattern {key}")
-        if self._blocks and not any(module.startswith(block) for block in self._blocks):
+        if self._blocks and not any(f"{module}.".startswith(f"{block}.") for block in self._blocks):
             return Decision(self.base, None, "block_name_to_quantize")
         return Decision(self.base, True, f"{self.config.where}: bits {self.base.bits}")
 

@@ -52,6 +52,8 @@ class Checkpoint(ABC):
     entries: Mapping[str, Entry]
     #: The files that hold the tensors.
     files: tuple[Path, ...]
+    #: What is in the checkpoint and not used, one sentence each.
+    notes: tuple[str, ...] = ()
 
     @abstractmethod
     def read(self, name: str) -> QuantizedTensor:

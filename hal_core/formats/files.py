@@ -7,6 +7,7 @@ import ctypes
 import json
 import math
 import mmap
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["MAX_DIM", "MAX_JSON", "byte_view", "map_tensor", "parse_json", "read_into", "read_json", "read_tensor", "shape_bytes"]
+__all__ = [
+    "MAX_DIM", "MAX_JSON", "byte_view", "file_size", "map_tensor", "parse_json", "read_into", "read_json", "read_tensor", "shape_bytes",
+]  # fmt: skip
 
 #: No weight has a dimension near this; it keeps products of dimensions far from overflow.
 MAX_DIM = 2**40
@@ -29,6 +32,18 @@ MAX_JSON = 100_000_000
 _LEAST_MAPPED = 1 << 16
 #: MADV_POPULATE_READ of Linux 5.14, not named by Python's mmap.
 _POPULATE_READ = 22
+
+
+def file_size(path: Path) -> int:
+    """Bytes of a file, asked before it is opened: opening a pipe or a device may wait forever.
+
+    Raises:
+        FormatError: it is not a regular file.
+    """
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise FormatError(str(path), "is not a regular file", "give an ordinary file, not a folder, pipe or device")
+    return found.st_size
 
 
 def byte_view(tensor: Tensor) -> Any:
@@ -58,6 +73,7 @@ def read_tensor(path: Path, offset: int, shape: tuple[int, ...], dtype: torch.dt
     """A fresh tensor from the bytes at ``offset``; the caller has checked that they lie inside the file."""
     tensor = torch.empty(shape, dtype=dtype)
     try:
+        file_size(path)
         with path.open("rb", buffering=0) as file:
             read_into(file, tensor, offset, what)
     except OSError as error:
@@ -75,6 +91,7 @@ def map_tensor(path: Path, offset: int, shape: tuple[int, ...], dtype: torch.dty
         return read_tensor(path, offset, shape, dtype, what)
     start = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     try:
+        file_size(path)
         with path.open("rb") as file:
             # a private mapping, because torch wants memory that could be written
             pages = mmap.mmap(file.fileno(), offset - start + count * dtype.itemsize, access=mmap.ACCESS_COPY, offset=start)
@@ -128,7 +145,7 @@ def parse_json(data: bytes, what: str) -> dict[str, Any]:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON file that holds an object."""
     try:
-        size = path.stat().st_size
+        size = file_size(path)
         if size > MAX_JSON:
             raise FormatError(str(path), f"{size} bytes of JSON, at most {MAX_JSON} are read")
         data = path.read_bytes()

@@ -45,7 +45,9 @@ class FolderCheckpoint(Checkpoint):
         self._rules, self._suffixes = rules, suffixes
         self._tails = tuple(suffix for suffix in suffixes if suffix.startswith("_"))
         self.entries: dict[str, Entry] = {}
+        self._cache_scales = 0
         self._collect()
+        self.notes = _cache_notes(self._cache_scales, config)
         check_layers(self.entries, config)
 
     def _collect(self) -> None:
@@ -60,7 +62,9 @@ class FolderCheckpoint(Checkpoint):
                 if modules[module]:
                     self._add_quantized(module, modules[module])
                     modules[module] = {}
-            elif self._rules is None or name.rpartition(".")[2] not in _CACHE_SCALES:
+            elif self._rules is not None and name.rpartition(".")[2] in _CACHE_SCALES:
+                self._cache_scales += 1
+            else:
                 plain[name] = info
                 self.entries[name] = self._plain_entry(name, info)
         blocks = {match[1] for match in map(_IN_BLOCKS.match, modules) if match}
@@ -150,3 +154,12 @@ class FolderCheckpoint(Checkpoint):
         if name in self.entries:
             return FormatError(f"tensor {name}", f"is not {kind} in this checkpoint", f"use {other}()")
         return FormatError(f"tensor {name}", f"not in the checkpoint {self.path}", "ask for one of its entries")
+
+
+def _cache_notes(scales: int, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """What the checkpoint says of its KV cache; the cache here is the caller's choice."""
+    if scales:
+        return (f"KV-cache scales are present and not used yet: {scales} tensors",)
+    quant = config.get("quantization_config")
+    asked = quant.get("kv_cache_scheme") if isinstance(quant, dict) else None
+    return ("the config's kv_cache_scheme is not used yet: the KV cache is not quantized",) if asked is not None else ()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hal_core.errors import FormatError, MissingDependencyError
-from hal_core.formats.files import MAX_DIM
+from hal_core.formats.files import MAX_DIM, file_size
 from hal_core.formats.gguf_blocks import SERVED
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def read_gguf_header(path: Path) -> GGUFHeader:
     """
     tables = gguf_package()
     try:
-        size = path.stat().st_size
+        size = file_size(path)
         with path.open("rb") as file:
             return _walk(_Walker(file, size, path), tables)
     except OSError as error:

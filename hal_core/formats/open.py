@@ -9,7 +9,7 @@ from hal_core.errors import FormatError
 from hal_core.formats.autoround import AutoRoundRules
 from hal_core.formats.awq import AWQRules
 from hal_core.formats.compressed_tensors import CompressedTensorsRules
-from hal_core.formats.files import read_json
+from hal_core.formats.files import file_size, read_json
 from hal_core.formats.folder import FolderCheckpoint
 from hal_core.formats.fp8 import FP8Rules
 from hal_core.formats.gpt_oss import GptOssRules
@@ -48,7 +48,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     try:
         if place.is_dir():
             return _open_folder(place)
-        if place.is_file():
+        if place.exists():
             return _open_file(place)
     except OSError as error:
         raise FormatError(f"checkpoint {place}", f"cannot be read: {error.strerror or error}") from error
@@ -56,6 +56,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _open_file(path: Path) -> Checkpoint:
+    file_size(path)
     if path.suffix == ".gguf":
         return _open_gguf(path)
     if path.suffix == ".safetensors":
@@ -78,7 +79,7 @@ def _open_folder(folder: Path) -> Checkpoint:
             return _open_gguf(ggufs[0])
         raise FormatError(f"checkpoint {folder}", f"holds {len(ggufs)} .gguf files", f"give one of them, e.g. {ggufs[0]}")
     store = open_store(folder)
-    if not (folder / "config.json").is_file():
+    if not (folder / "config.json").exists():
         raise FormatError(f"checkpoint {folder}", "has no config.json", "fetch the model's config.json into the folder")
     config = read_json(folder / "config.json")
     quant = find_quant_config(folder, config)

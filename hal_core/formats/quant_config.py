@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hal_core.errors import FormatError
 from hal_core.formats.files import read_json
+from hal_core.formats.pattern_cost import pattern_cost
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,6 +22,8 @@ _DECISIVE = (
     "quant_method", "bits", "group_size", "sym", "desc_act", "checkpoint_format", "zero_point", "version", "packing_format", "quant_algo",
 )  # fmt: skip
 _MISSING = object()
+#: Characters of a pattern; module names have some 60.
+_MAX_PATTERN = 512
 
 
 class QuantConfig:
@@ -110,13 +113,13 @@ def find_quant_config(folder: Path, config: Mapping[str, Any]) -> QuantConfig | 
                 found = QuantConfig({"quant_method": "compressed-tensors", **found.fields}, found.where)
     for name, method in _SIDE_FILES.items():
         path = folder / name
-        if path.is_file():
+        if path.exists():
             side = dict(read_json(path))
             if method is not None:
                 side.setdefault("quant_method", method)
             found = _agreed(found, QuantConfig(_legacy(side), str(path)))
     path = folder / _MODELOPT
-    if path.is_file():
+    if path.exists():
         inner = QuantConfig(read_json(path), str(path)).mapping("quantization")
         found = _agreed(found, QuantConfig({"quant_method": "modelopt", **inner}, str(path)))
     return found
@@ -146,11 +149,22 @@ def _agreed(first: QuantConfig | None, second: QuantConfig) -> QuantConfig:
 
 
 def compile_pattern(pattern: str, where: str) -> re.Pattern[str]:
-    """A regular expression of a configuration."""
+    """A regular expression of a configuration, of a kind that no module's name can keep busy for long.
+
+    Raises:
+        FormatError: not a regular expression, or too long, or with quantifiers whose choices multiply.
+    """
+    asked = f"{where}: pattern {_shown(pattern)}"
+    if len(pattern) > _MAX_PATTERN:
+        raise FormatError(asked, f"{len(pattern)} characters, at most {_MAX_PATTERN} are read", "split it into several patterns")
     try:
-        return re.compile(pattern)
+        compiled = re.compile(pattern)
+        cost = pattern_cost(pattern)
     except (re.error, RecursionError, OverflowError) as error:
-        raise FormatError(f"{where}: pattern {_shown(pattern)}", f"not a regular expression ({error})") from error
+        raise FormatError(asked, f"not a regular expression ({error})") from error
+    if cost:
+        raise FormatError(asked, f"{cost}, so that matching could take forever", "write it with fewer quantifiers")
+    return compiled
 
 
 def has_components(module: str, wanted: str) -> bool:

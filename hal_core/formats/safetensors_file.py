@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hal_core.errors import FormatError
-from hal_core.formats.files import MAX_JSON, map_tensor, parse_json, read_tensor, shape_bytes
+from hal_core.formats.files import MAX_JSON, file_size, map_tensor, parse_json, read_tensor, shape_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,7 +53,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         FormatError: not a safetensors file, truncated, or a header that contradicts itself or the file's size.
     """
     try:
-        size = path.stat().st_size
+        size = file_size(path)
         with path.open("rb") as file:
             start = file.read(8)
             length = int.from_bytes(start, "little")

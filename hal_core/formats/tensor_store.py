@@ -39,9 +39,9 @@ def open_store(folder: Path) -> TensorStore:
         FormatError: no safetensors file, a missing shard, or an index that does not agree with the shards.
     """
     single, index = folder / "model.safetensors", folder / INDEX
-    if single.is_file():
+    if single.exists():
         return TensorStore(folder, _nonempty(read_header(single), single))
-    if index.is_file():
+    if index.exists():
         return TensorStore(folder, _indexed(index))
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -111,7 +111,7 @@ def _indexed(index: Path) -> dict[str, TensorInfo]:
         raise FormatError(str(index), "has no weight_map", "fetch the index again")
     names = list(dict.fromkeys(_shard_name(name, index) for name in weight_map.values()))
     for name in names:
-        if not (index.parent / name).is_file():
+        if not (index.parent / name).exists():
             raise FormatError(f"shard {name}", f"named by {index.name} and missing from {index.parent}", "fetch the missing file")
     infos = _merged([index.parent / name for name in names])
     for tensor, shard in weight_map.items():

@@ -102,6 +102,7 @@ def load(
     model.hal = LoadReport(
         path=str(checkpoint.path), format=checkpoint.format, dtype=dtype_word(activation_dtype), numerics=numerics, policy=str(chosen),
         ops=tuple(filler.reports), packed_bytes=sum(op.nbytes for op in filler.reports), unquantized_bytes=filler.plain_bytes,
+        notes=checkpoint.notes,
     )  # fmt: skip
     return model
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 
+import checkpoints
 import pytest
+import torch
 from golden import goldens
 
 import hal_core
@@ -72,6 +74,15 @@ def test_the_table_shows_schemes_and_totals(hal):
     assert code == 0, err
     for words in ("gptq_v2, qwen3", "model.layers.*.mlp.down_proj", "int4:g32:zero", "none", "bits per weight", "files: 1"):
         assert words in out
+
+
+def test_parts_of_the_checkpoint_that_are_not_used_are_said(hal, tmp_path):
+    tensors, config, _ = checkpoints.make("ct")
+    tensors |= {f"model.layers.0.self_attn.{name}_scale": torch.ones(1) for name in "kv"}
+    folder = checkpoints.write(tmp_path, tensors, config)
+    note = "KV-cache scales are present and not used yet: 2 tensors"
+    assert f"note: {note}" in hal("inspect", folder)[1]
+    assert json.loads(hal("inspect", folder, "--json")[1])["notes"] == [note]
 
 
 def test_what_cannot_be_read_is_one_line(hal, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import tracemalloc
 
@@ -426,3 +427,50 @@ def test_asking_for_what_is_not_there(tmp_path):
         checkpoint.read("lm_head.weight")
     with pytest.raises(FormatError, match=r"use read\(\)"):
         checkpoint.load(f"{UP}.weight")
+
+
+# --- what is no file ------------------------------------------------------------------------------------------------
+
+PLACES = [
+    "model.safetensors", "model.safetensors.index.json", "model-00001-of-00001.safetensors", "other.safetensors", "config.json",
+    "quantize_config.json", "hf_quant_config.json", "only.gguf",
+]  # fmt: skip
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes")
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_what_is_no_regular_file_is_refused_and_never_opened(place, kind, tmp_path):
+    folder = make(tmp_path)
+    if place.startswith(("model", "other", "only")):
+        (folder / "model.safetensors").unlink()
+    (folder / place).unlink(missing_ok=True)
+    {"pipe": os.mkfifo, "device": lambda path: path.symlink_to("/dev/zero"), "folder": os.mkdir}[kind](folder / place)
+    refused(folder, place, "not a regular file")
+    if place.endswith((".gguf", ".safetensors")) and kind != "folder":
+        refused(folder / place, "not a regular file")
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes")
+def test_a_shard_that_is_a_pipe_is_refused(tmp_path):
+    folder = make(tmp_path)
+    file = folder / "model.safetensors"
+    names = list(open_checkpoint(folder).entries)
+    file.unlink()
+    os.mkfifo(folder / "part.safetensors")
+    index = {"weight_map": dict.fromkeys(names, "part.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused(folder, "part.safetensors", "not a regular file")
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes")
+def test_a_file_that_became_a_pipe_is_not_waited_for(tmp_path):
+    folder = make(tmp_path)
+    checkpoint = open_checkpoint(folder)
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")
+    with pytest.raises(FormatError, match="not a regular file"):
+        checkpoint.read(f"{UP}.weight")

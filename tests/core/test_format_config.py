@@ -8,6 +8,7 @@ import torch
 
 from hal_core.errors import FormatError
 from hal_core.formats import open_checkpoint
+from hal_core.formats.quant_config import compile_pattern
 
 LAYER = "model.layers.0"
 MODULES = {
@@ -227,3 +228,47 @@ def test_scales_of_a_quantized_cache_are_no_parameters(tmp_path):
     tensors |= {f"{LAYER}.self_attn.k_scale": torch.ones(1), f"{LAYER}.self_attn.v_scale": torch.ones(1)}
     checkpoint = open_checkpoint(checkpoints.write(tmp_path, tensors, config))
     assert not any(name.endswith("_scale") for name in checkpoint.entries)
+    assert checkpoint.notes == ("KV-cache scales are present and not used yet: 2 tensors",)
+
+
+def test_a_cache_scheme_without_scales_is_said_not_to_be_used(tmp_path):
+    checkpoint = opened(tmp_path, "ct", lambda quant: quant.update(kv_cache_scheme={"num_bits": 8, "type": "float"}))
+    assert checkpoint.notes == ("the config's kv_cache_scheme is not used yet: the KV cache is not quantized",)
+    assert opened(tmp_path / "other", "ct", lambda quant: quant.update(kv_cache_scheme=None)).notes == ()
+
+
+def test_autoround_blocks_are_compared_by_whole_names(tmp_path):
+    modules = {f"model.layers.{layer}.mlp.up_proj": (96, 64) for layer in (1, 10)}
+    for blocks in ("model.layers.1", "model.layers.1.,", [["model.layers.1"]]):
+        tensors, config, _ = checkpoints.make("autoround", modules)
+        for name in [name for name in tensors if ".10." in name]:
+            del tensors[name]
+        tensors["model.layers.10.mlp.up_proj.weight"] = torch.zeros(96, 64, dtype=torch.bfloat16)
+        config["quantization_config"]["block_name_to_quantize"] = blocks
+        folder = checkpoints.write(tmp_path / str(len(str(blocks))), tensors, config)
+        entries = open_checkpoint(folder).entries
+        assert entries["model.layers.1.mlp.up_proj.weight"].quantized
+        assert not entries["model.layers.10.mlp.up_proj.weight"].quantized
+
+
+COSTLY = [
+    r"((\w|\.)+)+X", r"(.*a){20}X", r"(?:a|aa)+X", r"(a?b?)*X", r"(?:(?:(){65535}){65535}){65535}", ".*.*.*.*.*.*X", "a?" * 30 + "a" * 30,
+    r"(?=(\w+)+X)", "a{1,9}" * 6 + "X", "x" * 513,
+]  # fmt: skip
+ORDINARY = [
+    r".*model\.layers\.1\.mlp\.experts.*\.down_proj.*", r".*\.(?:1[0-9]|2[0-9])\..*(?:gate|up)_proj.*", r"model\.layers\.(\d+)\.mlp",
+    r".*self_attn\.(q|k|v|o)_proj$", r"(?:.*\.)?lm_head", r"[a-z_.]+\d{1,2}(\.\w+)?", r"^(?!.*gate).*$", r".*experts\.(\d|\d\d)\..*",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("pattern", COSTLY)
+@pytest.mark.parametrize("kind", ["gptq", "autoround", "ct"])
+def test_patterns_that_could_take_forever_are_refused(pattern, kind, tmp_path):
+    place = {"gptq": {"dynamic": {f"-:{pattern}": {}}}, "autoround": {"extra_config": {f"({pattern})": {"bits": 16}}}}
+    with pytest.raises(FormatError, match=r"pattern .*(take forever|at most 512)"):
+        opened(tmp_path, kind, lambda quant: quant.update(place.get(kind, {"ignore": [f"re:{pattern}"]})))
+
+
+@pytest.mark.parametrize("pattern", ORDINARY)
+def test_patterns_that_tools_write_are_taken(pattern):
+    assert compile_pattern(pattern, "config").pattern == pattern
