@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -57,10 +58,9 @@ def _with_expectations(kit: Kit, path: Path | None) -> Kit:
     if path is None:
         return kit
     from hal_core.testing.expectations import Expectations
-    from hal_core.testing.kit import Kit as NewKit
 
     extra = Expectations.parse(path.read_text(encoding="utf-8"))
-    return NewKit(kit.plans, {name: expected.merged(extra) for name, expected in kit.expected.items()}, kit.full)
+    return replace(kit, expected={name: expected.merged(extra) for name, expected in kit.expected.items()})
 
 
 def _run(kit: Kit, seed: int, quiet: bool) -> Report:

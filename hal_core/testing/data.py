@@ -18,11 +18,13 @@ __all__ = ["GENERATED", "GRANULARITIES", "random_input", "random_weight", "to_de
 #: Element types that the kit can make weights of.
 GENERATED = (
     "int2", "int3", "int4", "int5", "int6", "int7", "int8", "iq4_nl", "mxfp4", "nvfp4", "mxfp8",
-    "fp8_e4m3", "fp8_e5m2", "bf16", "fp16", "fp32",
+    "fp8_e4m3", "fp8_e5m2", "fp8_e4m3fnuz", "bf16", "fp16", "fp32",
 )  # fmt: skip
 #: Granularities that the kit can make weights of.
 GRANULARITIES = ("tensor", "channel", "group", "block", "superblock")
-_FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "mxfp8": torch.float8_e4m3fn}
+_FP8 = {
+    "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "fp8_e4m3fnuz": torch.float8_e4m3fnuz, "mxfp8": torch.float8_e4m3fn,
+}  # fmt: skip
 #: Size of a typical code, for elements that are no plain integers.
 _CODE = {"iq4_nl": 70.0, "mxfp4": 2.5, "nvfp4": 2.5}
 #: Standard deviation of a weight's typical element, so that activations keep their size from layer to layer.
@@ -60,10 +62,12 @@ def _values(scheme: WeightScheme, shape: tuple[int, ...], rng: torch.Generator) 
 
 def _scales(scheme: WeightScheme, grid: tuple[int, ...], rng: torch.Generator, *, levelled: bool) -> Tensor:
     code = _CODE.get(scheme.dtype) or (2.0 ** (scheme.bits - 1) * 0.6 if scheme.dtype.startswith("int") else 1.0)
-    scale = torch.randn(grid, generator=rng) * _SPREAD / code / (20 if levelled else 1)
+    size = _SPREAD / code / (20 if levelled else 1)
+    scale = torch.randn(grid, generator=rng) * size
+    if scale.numel() <= 8:  # a single scale near zero would leave nothing to measure
+        return torch.where(scale.abs() < size / 4, size, scale)
     scale[torch.rand(grid, generator=rng) < 0.02] *= 10
-    if scale.numel() > 8:
-        scale[torch.rand(grid, generator=rng) < 0.01] = 0
+    scale[torch.rand(grid, generator=rng) < 0.01] = 0
     return scale
 
 

@@ -25,13 +25,19 @@ __all__ = ["Kit", "Report", "installed_expectations", "kit_of"]
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """What a run found. ``stale``: expectations that no case has; judged in full runs only, which have all cases."""
+    """What a run found.
+
+    stale: expectations that no case has; judged in full runs only, which have all cases. broken: installed backends whose import or
+    registration failed. left_out: those that their manifest or this machine refuses, which is no fault.
+    """
 
     seed: int
     full: bool
     plans: tuple[Plan, ...]
     results: tuple[Result, ...]
     stale: tuple[str, ...] = ()
+    broken: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     @property
     def failures(self) -> tuple[Result, ...]:
@@ -39,7 +45,7 @@ class Report:
 
     @property
     def good(self) -> bool:
-        return not self.failures and not self.stale
+        return not (self.failures or self.stale or self.broken)
 
     def count(self, status: Status) -> int:
         return sum(result.status is status for result in self.results)
@@ -52,6 +58,8 @@ class Kit:
     plans: tuple[Plan, ...]
     expected: dict[str, Expectations] = field(default_factory=dict)
     full: bool = False
+    broken: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     def cases(self) -> tuple[tuple[Plan, Case], ...]:
         return tuple((plan, case) for plan in self.plans for case in plan.cases())
@@ -65,7 +73,8 @@ class Kit:
         for plan, case in cases:
             results.append(run_case(plan, case, seed, self.expectations(case.kernel)))
             each(results[-1])
-        return Report(seed, self.full, self.plans, tuple(results), self._stale(case.id for _, case in cases) if self.full else ())
+        stale = self._stale(case.id for _, case in cases) if self.full else ()
+        return Report(seed, self.full, self.plans, tuple(results), stale, self.broken, self.left_out)
 
     def _stale(self, ids: Iterable[str]) -> tuple[str, ...]:
         known = tuple(ids)
@@ -85,7 +94,9 @@ def kit_of(backends: Sequence[str] = (), *, full: bool = False, registry: Regist
     chosen = [row for row in rows if row.loaded and (not backends or row.name in backends)]
     kernels = {kernel.name: kernel.kernel for kernel in registry.kernels()}
     plans = tuple(plan_of(name, kernels[name], machine, full=full) for row in chosen for name in row.kernels)
-    return Kit(plans, {row.name: installed_expectations(row) for row in chosen}, full)
+    others = [(row.status, f"{row.name}: {'; '.join(map(str, row.refusals))}") for row in rows if not (row.loaded or backends)]
+    broken, left_out = (tuple(text for status, text in others if (status == "failed") is failed) for failed in (True, False))
+    return Kit(plans, {row.name: installed_expectations(row) for row in chosen}, full, broken, left_out)
 
 
 def _expect_loaded(name: str, rows: Sequence[BackendRow]) -> None:

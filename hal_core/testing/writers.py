@@ -37,6 +37,8 @@ def as_json(report: Report) -> dict[str, Any]:
         "good": report.good,
         "counts": {status.value: report.count(status) for status in Status},
         "stale": list(report.stale),
+        "broken": list(report.broken),
+        "left_out": list(report.left_out),
         "matrix": [to_json(table) for table in tables_of(report)],
         "results": [to_json(result) for result in report.results],
     }
@@ -84,6 +86,10 @@ def print_report(report: Report, out: Console) -> None:
         out.print(Text(f"{result.status.value}: {result.case}", style="red"))
         out.print(Text(f"  {result.reason}"))
         out.print(Text(f"  {CHECKS[result.check]}", style="dim"))
+    for backend in report.broken:
+        out.print(Text(f"broken: {backend}", style="red"))
+    for backend in report.left_out:
+        out.print(Text(f"left out: {backend}", style="yellow"))
     for entry in report.stale:
         out.print(Text(f"stale: no case matches {entry!r}; take it off the list", style="red"))
 

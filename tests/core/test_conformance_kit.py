@@ -283,6 +283,22 @@ def test_command_exits_with_one_when_something_fails(monkeypatch) -> None:
     assert "seed 5" in done.output
 
 
+def test_an_installed_backend_that_does_not_load_is_not_passed_over(tmp_path, machine: Machine, monkeypatch) -> None:
+    from core.fakes import entry_points, install
+
+    from hal_core.registry import Registry
+
+    install(tmp_path, "broken", code="raise OSError('undefined symbol')")
+    install(tmp_path, "old", data="{}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    kit = kit_of(registry=Registry(entry_points(tmp_path), machine), machine=machine)
+    assert {plan.name for plan in kit.plans} == {"reference.linear", "reference.moe", "reference.embedding"}
+    (broken,), (left_out,) = kit.broken, kit.left_out
+    assert "undefined symbol" in broken
+    assert left_out.startswith("old")
+    assert not Report(0, full=False, plans=(), results=(), broken=kit.broken).good
+
+
 def test_command_writes_markdown_and_exits_with_zero(monkeypatch, tmp_path: Path) -> None:
     for check in FUNCTIONS:
         monkeypatch.setitem(FUNCTIONS, check, lambda bench: Verdict())

@@ -35,7 +35,7 @@ def routing(bench: Bench) -> Verdict:
     if word == "none_local":
         inputs = replace(inputs, expert_map=torch.full_like(_given(inputs.expert_map), -1))
     else:
-        inputs = _pattern(subject, inputs, word)
+        inputs = subject.tamed(_pattern(subject, inputs, word))
     ruler = subject.ruler(inputs)
     out = subject.poisoned(len(inputs))
     subject.call(op, inputs, out)

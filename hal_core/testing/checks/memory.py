@@ -133,6 +133,8 @@ def rows(bench: Bench) -> Verdict:
         inputs.ids[at] = torch.arange(inputs.ids.shape[1], dtype=inputs.ids.dtype)
         if inputs.expert_map is not None:
             inputs.expert_map[:] = torch.arange(len(inputs.expert_map), dtype=torch.int32) % subject.spec.local
+    if isinstance(subject, ExpertsSubject):
+        inputs = subject.tamed(inputs)
     ruler = subject.ruler(inputs)
     op, bad = subject.prepare(), _spoilt(bench.case.word, inputs, at)
     y = subject.call(op, bad)
