@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from hal_core.machine import Machine
 from hal_core.numerics import ActivationQuant, Numerics
+from hal_core.ops import Grouped, Routed
 from hal_core.testing import Plan, Result, Status, plan_of, run_case
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "outside_backend"
@@ -67,6 +69,38 @@ def test_int8_activations_that_are_declared_pass(machine: Machine) -> None:
     results = run(plan_of("honest.linear", honest, machine))
     assert failures(results) == []
     assert any(r.case == "honest.linear/refusals/numerics.activations" and r.status is Status.REFUSED for r in results)
+
+
+class SortedRows(faults.ExpertsOp):
+    """Takes rows that lie sorted or padded by expert, too."""
+
+    wrong = False
+
+    def compute(self, x, routing, expert_map, out, workspace, reduce):
+        counts = getattr(routing, "counts", getattr(routing, "num_tokens_per_expert", None))
+        if counts is None:
+            return super().compute(x, routing, expert_map, out, workspace, reduce)
+        every = torch.arange(len(counts), dtype=torch.int32)
+        if isinstance(routing, Grouped):
+            ids = torch.repeat_interleave(every, counts.long() if not self.wrong else counts.long().roll(1))
+        else:
+            ids = every[:, None].expand(x.shape[:2]).reshape(-1)
+        rows = x.reshape(-1, x.shape[-1])
+        y = super().compute(rows, Routed(ids[:, None], torch.ones(len(rows), 1)), None, None, None, True)
+        return y.reshape(x.shape)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_sorted_and_padded_rows_are_tried(wrong: bool, machine: Machine) -> None:
+    op = type("SortedRows", (SortedRows,), {"wrong": wrong})
+    body = {"routing": ("routed", "grouped", "batched"), "prepare": lambda self, spec, weights: op(spec, weights)}
+    kernel = type("Sorted", (faults.ExampleExperts,), body)()
+    results = run(plan_of("sorted.experts", kernel, machine))
+    for form in ("grouped", "batched"):
+        statuses = {r.status for r in results if r.check == "accuracy" and f",{form}" in r.case}
+        assert Status.PASSED in statuses
+        assert (Status.FAILED in statuses) == (wrong and form == "grouped")
+    assert bool(failures(results)) == wrong
 
 
 def test_every_named_fault_is_planted() -> None:
