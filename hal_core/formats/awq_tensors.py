@@ -34,8 +34,8 @@ __all__ = ["AWQGemvPacking", "AWQPacking"]
 #: Column of the eight held by each nibble of a word, and where each column's nibble is.
 _COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 _NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
-#: Bytes of words in work at a time: a part of a core's second-level cache.
-_CHUNK = 1 << 20
+#: Bytes of words in work at a time: about a core's second-level cache.
+_CHUNK = 1 << 21
 
 
 class AWQPacking(Packing):
