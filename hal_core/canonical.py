@@ -10,6 +10,7 @@ import torch
 from hal_core.codebooks import CODEBOOKS, codebook
 from hal_core.codes import effective_scales
 from hal_core.errors import ShapeError
+from hal_core.recast import recast
 from hal_core.schemes import GranularityKind, WeightScheme, ZeroKind
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def unpack_nibbles(packed: Tensor, k: int) -> Tensor:
     """Inverse of :func:`pack_nibbles`: uint8 codes ``[.., k]``."""
     # one 16-bit word for each byte, its low byte the even code: contiguous writes instead of strided ones
     words = packed.to(torch.int16)
-    return ((words & 15) | ((words & 0xF0) << 4)).view(torch.uint8)[..., :k]
+    return recast((words & 15) | ((words & 0xF0) << 4), torch.uint8)[..., :k]
 
 
 @dataclass(frozen=True, eq=False)

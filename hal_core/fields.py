@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hal_core.recast import recast
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -57,8 +59,7 @@ def _parts(rows: Tensor) -> Iterator[slice]:
 
 def _join(codes: Tensor, bits: int) -> Tensor:
     count = codes.shape[-1]
-    # flat, because a contiguous tensor may have any stride in a dimension of one
-    words = (pad(codes, (0, -count % 8)) if count % 8 else codes.contiguous()).flatten()
+    words = recast(pad(codes, (0, -count % 8)) if count % 8 else codes, torch.int64).flatten()
     width = bits
     for dtype, half in _STEPS:
         words = words.view(dtype)
@@ -83,7 +84,7 @@ def _split(data: Tensor, bits: int, count: int) -> Tensor:
 def _eights(stream: Tensor, bits: int) -> Tensor:
     """Each ``bits`` bytes of a flat stream as one number, int64."""
     if bits == 2:
-        return stream.view(torch.int16).to(torch.int64).bitwise_and_(0xFFFF)
+        return recast(stream, torch.int16).to(torch.int64).bitwise_and_(0xFFFF)
     parts = stream.view(-1, bits)
     words = torch.zeros(parts.shape[0], 8, dtype=torch.uint8, device=stream.device)
     for byte in range(bits):

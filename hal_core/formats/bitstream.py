@@ -12,13 +12,14 @@ from torch.nn.functional import pad
 
 from hal_core.canonical import pack_nibbles, unpack_nibbles
 from hal_core.fields import join_fields, split_fields
+from hal_core.recast import recast
 
 __all__ = ["canonical_codes", "pack_fields", "stored_codes", "unpack_fields", "unsigned_storage"]
 
 
 def byte_rows(words: Tensor) -> Tensor:
-    """int32 ``[.., W]`` as uint8 ``[.., 4*W]``; flat on the way, as a contiguous tensor may have any stride in a dimension of one."""
-    return words.contiguous().flatten().view(torch.uint8).view(*words.shape[:-1], -1) if words.numel() else words.view(torch.uint8)
+    """int32 ``[.., W]`` as uint8 ``[.., 4*W]``."""
+    return recast(words, torch.uint8)
 
 
 def unpack_fields(words: Tensor, bits: int, count: int) -> Tensor:
@@ -35,8 +36,7 @@ def pack_fields(codes: Tensor, bits: int) -> Tensor:
     """uint8 ``[.., count]`` to int32 ``[.., ceil(count*bits/32)]``; unused bits are 0."""
     size = -(-codes.shape[-1] * bits // 32) * 4
     stream = join_fields(codes, bits)[..., :size]
-    data = pad(stream, (0, size - stream.shape[-1]))
-    return data.flatten().view(torch.int32).view(*codes.shape[:-1], size // 4)
+    return recast(pad(stream, (0, size - stream.shape[-1])), torch.int32)
 
 
 def canonical_codes(words: Tensor, bits: int, k: int, signed: bool, reuse: bool = False) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hal_core.fields import split_last
+from hal_core.recast import recast
 
 __all__ = ["Parts", "from_planes", "halves", "nibble_halves", "nibble_pairs", "planes", "raw"]
 
@@ -15,12 +16,12 @@ Parts = dict[str, Tensor]
 
 def halves(blocks: Tensor, start: int) -> Tensor:
     """The fp16 at a byte offset of every block: ``[.., 1]``."""
-    return blocks[..., start : start + 2].contiguous().view(torch.float16)
+    return recast(blocks[..., start : start + 2], torch.float16)
 
 
 def raw(tensor: Tensor) -> Tensor:
     """The bytes of a tensor, along its last dim."""
-    return tensor.contiguous().view(torch.uint8)
+    return recast(tensor, torch.uint8)
 
 
 def planes(data: Tensor, width: int, bits: int) -> Tensor:
@@ -40,7 +41,7 @@ def nibble_pairs(data: Tensor, width: int) -> Tensor:
 
     Neighbouring elements are neighbouring bytes: as 16-bit words their nibbles pair up in a few whole-word steps.
     """
-    words = split_last(data.contiguous().view(torch.int16), -1, width // 2)
+    words = split_last(recast(data, torch.int16), -1, width // 2)
     low = (words & 15) | ((words >> 4) & 0xF0)
     high = ((words >> 4) & 15) | ((words >> 8) & 0xF0)
     return torch.stack([low.to(torch.uint8), high.to(torch.uint8)], dim=-2).flatten(-3)
