@@ -170,13 +170,14 @@ def made(kind: str) -> tuple[dict, dict]:
 
 
 def gguf_example(seed: int) -> str:
-    """A GGUF file with damaged bytes; whatever loads has its declared shapes."""
+    """A GGUF file with damaged bytes. Whatever loads has its declared shapes, and is what the package says of the bytes that are there."""
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "model.gguf"
-        data, start = gguf_data(rng.choice(["llama", "qwen3moe"]), rng.choice(GGUF_KINDS))
+        architecture = rng.choice(["llama", "qwen3moe"])
+        data, start = gguf_data(architecture, rng.choice(GGUF_KINDS))
         out = bytearray(data)
-        action = rng.choice(["flip", "flip", "flip", "word", "cut"])
+        action = rng.choice(["flip", "flip", "flip", "word", "cut", "data", "data"])
         if action == "cut":
             del out[rng.randrange(len(out)) :]
         for _ in range(rng.randint(1, 3)):
@@ -185,8 +186,37 @@ def gguf_example(seed: int) -> str:
             elif action == "word":
                 spot = rng.randrange(start - 8)
                 out[spot : spot + 8] = rng.choice([0, 1, 2**16, 2**31, 2**40, 2**63, 2**64 - 1]).to_bytes(8, "little")
+            elif action == "data":
+                spot = rng.randrange(start, len(out) - 64)
+                out[spot : spot + 64] = rng.choice([rng.randbytes(64), b"\xff" * 64, bytes(64), b"\x00\x7c" * 32])
         path.write_bytes(out)
-        return attempt(path, {}, None)
+        return gguf_values(path, architecture) if action == "data" else attempt(path, {}, None)
+
+
+def gguf_values(path: Path, architecture: str) -> str:
+    """Every parameter is what the gguf package reads; what is refused is no finite number there either."""
+    import numpy as np
+    from core import test_format_gguf as package
+
+    checkpoint = open_checkpoint(path)
+    with np.errstate(all="ignore"):
+        expected = package.own_dequantization(path)
+    said = ""
+    for name, entry in checkpoint.entries.items():
+        source, index = package.gguf_name(name)
+        wanted = expected[source] if index is None else expected[source][index]
+        if architecture == "llama" and name.split(".")[-2] in package.PER_HEAD:
+            wanted = package.published_rows(wanted, package.PER_HEAD[name.split(".")[-2]])
+        try:
+            got = checkpoint.read(name).dequantize() if entry.quantized else checkpoint.load(name).float()
+        except HalError as error:
+            said = check_sentence(error)
+            assert source in said
+            assert not bool(torch.isfinite(wanted).all())
+            continue
+        assert tuple(got.shape) == entry.shape
+        assert torch.allclose(got, wanted, rtol=0, atol=0, equal_nan=True), name
+    return said
 
 
 @functools.cache
