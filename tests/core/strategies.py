@@ -26,6 +26,7 @@ granularities = st.one_of(
     st.builds(Granularity.groups, sizes),
     st.builds(Granularity.blocks, sizes, sizes),
 )
+superblocks = st.builds(lambda group, count: Granularity.superblocks(group, group * count), sizes, st.integers(1, 1 << 10))
 activation_granularities = st.one_of(granularities, st.just(Granularity.token()))
 
 
@@ -34,6 +35,8 @@ def weight_schemes(draw: st.DrawFn) -> WeightScheme:
     dtype = draw(st.sampled_from(tuple(DTYPES)))
     if dtype in FLOAT_DTYPES:
         return WeightScheme(dtype)
+    if dtype.startswith(("int", "iq")) and draw(st.booleans()):
+        return WeightScheme(dtype, draw(superblocks), draw(st.sampled_from((ZeroKind.NONE, ZeroKind.MINIMUM))))
     granularity = draw(granularities)
     act_order = granularity.kind is GranularityKind.GROUP and draw(st.booleans())
     return WeightScheme(dtype, granularity, draw(st.sampled_from(ZeroKind)), act_order)
