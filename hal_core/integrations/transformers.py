@@ -154,6 +154,9 @@ class _Filler:
 
     def _check_shape(self, planned: PlannedOp, old: nn.Module) -> None:
         spec: Any = planned.spec
+        if spec.op == "linear" and not isinstance(old, nn.Linear):
+            found = f"quantized, and the model's {type(old).__name__} computes more than a linear"
+            raise FormatError(f"weights of {planned.module}", found, "store this module unquantized, as routers are")
         if spec.op == "moe":
             wanted = getattr(old, "down_proj", None)
             shape: tuple[int, ...] = (spec.num_experts, spec.hidden, spec.intermediate)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hal_core
-from hal_core.errors import HalWarning
+from hal_core.errors import FormatError, HalWarning
 
 gguf = pytest.importorskip("gguf")
 transformers = pytest.importorskip("transformers")
@@ -50,6 +50,12 @@ def test_logits_are_those_of_the_dequantized_model(tmp_path, architecture, kind)
     sizes = {op.module: op.nbytes for op in model.hal.ops}
     stored = sum(entry.nbytes for entry in checkpoint.entries.values() if entry.quantized)
     assert sum(sizes.values()) <= 1.2 * stored, "the reference must hold them packed"
+
+
+def test_a_quantized_router_is_refused_by_name(tmp_path):
+    path = gguf_files.write(tmp_path / "model.gguf", "qwen3moe", "Q8_0")
+    with pytest.raises(FormatError, match=r"model\.layers\.0\.mlp\.gate: quantized"):
+        hal_core.load(path)
 
 
 def test_auto_serves_them_by_the_reference_and_says_so_once(tmp_path):
