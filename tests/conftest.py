@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import pathlib
+import secrets
+import sys
+import zlib
 
 import pytest
 from hypothesis import settings
@@ -11,7 +14,7 @@ from hypothesis import settings
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 # Variables that point at data or tell where the tests run; every other HAL_* would change what is selected.
-KEPT = ("HAL_GOLDEN_DIR", "HAL_TEST_INSTALLED")
+KEPT = ("HAL_GOLDEN_DIR", "HAL_TEST_INSTALLED", "HAL_TEST_SEED")
 
 # Before anything imports transformers: it reads them once.
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
@@ -22,6 +25,16 @@ for _name in [name for name in os.environ if name.startswith("HAL_") and name no
 settings.register_profile("ci", derandomize=True, print_blob=True)
 if os.environ.get("CI"):
     settings.load_profile("ci")
+
+
+@pytest.fixture(autouse=True)
+def random_inputs(request: pytest.FixtureRequest) -> None:
+    """Fresh inputs in every run, the same in every run of CI; a failure prints the seed, and HAL_TEST_SEED repeats it."""
+    base = int(os.environ.get("HAL_TEST_SEED") or (0 if os.environ.get("CI") else secrets.randbits(31)))
+    print(f"HAL_TEST_SEED={base}")
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.manual_seed(base ^ zlib.crc32(request.node.nodeid.encode()))
 
 
 @pytest.fixture(scope="session")

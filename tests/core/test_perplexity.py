@@ -179,7 +179,8 @@ def test_a_gguf_file_is_read_by_transformers_itself(tmp_path, monkeypatch):
     import gguf_files
 
     # transformers does not read attention.key_length, so heads must have the usual size
-    monkeypatch.setattr(gguf_files, "HEAD", gguf_files.HIDDEN // gguf_files.HEADS)
+    hidden, _, inner = gguf_files.SIZES[1]
+    monkeypatch.setitem(gguf_files.SIZES, 1, (hidden, hidden // gguf_files.HEADS, inner))
     pytest.importorskip("accelerate", reason="transformers reads GGUF files only with accelerate, which is not installed")
     checkpoint = hal_core.open_checkpoint(readable.gguf(tmp_path / "model.gguf"))
     ids = torch.arange(64)

@@ -73,9 +73,13 @@ def inputs(rows: int, k: int, dtype: str) -> torch.Tensor:
     return x.to(torch_dtype(dtype))
 
 
-def relative(y: torch.Tensor, truth: torch.Tensor) -> float:
+def relative(y: torch.Tensor, truth: torch.Tensor, terms: torch.Tensor | None = None) -> float:
+    """Relative L2 error. ``terms``: the sums of absolute products; a few outputs alone may cancel, and rounding is relative to those."""
     assert torch.isfinite(y).all()
-    return float((y.double() - truth.double()).norm() / truth.double().norm().clamp(min=1e-30))
+    scale = truth.double().norm()
+    if terms is not None:
+        scale = scale.clamp(min=float(0.05 * terms.double().norm()))
+    return float((y.double() - truth.double()).norm() / scale.clamp(min=1e-30))
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -92,7 +96,8 @@ def test_linear_within_its_bound(level: str, scheme: str, shape: tuple[int, int]
         for rows in (1, 5):
             x = inputs(rows, k, dtype)
             out = torch.full((rows, n), float("nan"), dtype=x.dtype)
-            assert relative(op.apply(x, out=out), truth_op.apply(x.float())) < BOUND[dtype]
+            terms = x.float().abs() @ weight.dequantize().abs().T
+            assert relative(op.apply(x, out=out), truth_op.apply(x.float()), terms) < BOUND[dtype]
 
 
 @pytest.mark.parametrize("level", LEVELS)
