@@ -29,8 +29,8 @@ void run_tasks(int64_t tasks, bool worth_threads, const F& task) {
   });
 }
 
-// Below this many multiply-adds, waking another thread costs more than it saves.
-constexpr int64_t kWorthThreads = int64_t{1} << 17;
+// Below this many multiply-adds, waking another thread costs more than it saves; on a machine that others use too, far more.
+constexpr int64_t kWorthThreads = int64_t{1} << 19;
 
 // One 64-byte aligned region per calling thread, kept while small: decoding calls the same op
 // thousands of times a second, and fresh pages would dominate.
