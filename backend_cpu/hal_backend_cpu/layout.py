@@ -29,6 +29,7 @@ class PackedMatrix(nn.Module):
         self.scheme, self.shape = weight.scheme, weight.shape
         for name, tensor in self._packed(weight).items():
             self.register_buffer(name, tensor)
+        self.on_meta = self._buffers["codes"].is_meta
         #: n, k, group and bits, as the native ops take them.
         self.sizes = (self.n, self.k, self.group, self.scheme.bits)
 
@@ -72,6 +73,7 @@ class PackedMatrix(nn.Module):
         for name, before in kept.items():
             if before is not None and self._buffers[name].dtype != before.dtype:
                 self._buffers[name] = before
+        self.on_meta = self._buffers["codes"].is_meta
         return self
 
     def _packed(self, weight: QuantizedTensor) -> dict[str, Tensor | None]:

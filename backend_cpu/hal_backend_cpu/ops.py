@@ -32,8 +32,10 @@ _LINEAR = _native.ops.linear.default
 
 
 def _matmul(weight: PackedMatrix, x: Tensor, bias: Tensor | None, isa: str, out: Tensor | None) -> Tensor:
-    refuse_gradients("cpu linear", x)
-    _check_here("cpu linear", weight)
+    if x.requires_grad:
+        refuse_gradients("cpu linear", x)
+    if weight.on_meta:
+        raise _nowhere("cpu linear")
     x = x if x.is_contiguous() else x.contiguous()
     arguments = (x, *weight.arguments(), bias, *weight.sizes, isa)
     try:
@@ -45,10 +47,9 @@ def _matmul(weight: PackedMatrix, x: Tensor, bias: Tensor | None, isa: str, out:
     return out
 
 
-def _check_here(asked: str, weight: PackedMatrix) -> None:
+def _nowhere(asked: str) -> ShapeError:
     # torch would answer for weights without storage by its shape rule alone, with memory that nobody wrote
-    if weight.codes.is_meta:
-        raise ShapeError(asked, "its packed weights are on the meta device", "keep the op on the CPU")
+    return ShapeError(asked, "its packed weights are on the meta device", "keep the op on the CPU")
 
 
 def _first_line(error: Exception) -> str:
@@ -89,7 +90,8 @@ class CpuEmbedding(QuantEmbedding):
 
     def lookup(self, ids: Tensor) -> Tensor:
         w = self.weight
-        _check_here("cpu embedding", w)
+        if w.on_meta:
+            raise _nowhere("cpu embedding")
         try:
             return _native.ops.lookup(ids.contiguous(), *w.arguments(), w.n, w.k, w.group, w.scheme.bits, self.dtype)
         except (RuntimeError, NotImplementedError) as error:
@@ -123,7 +125,8 @@ class CpuMoE(MoEExperts):
             raise ShapeError("cpu experts", found, "give a tensor and Routed(topk_ids, topk_weights)")
         s, a = self.spec, self.spec.activation
         refuse_gradients("cpu experts", x)
-        _check_here("cpu experts", self.up)
+        if self.up.on_meta:
+            raise _nowhere("cpu experts")
         ids = routing.topk_ids
         # padding hides a wrong width from the native check
         if x.dim() != 2 or x.shape[1] != s.hidden or ids.dim() != 2 or ids.shape[1] != s.top_k:
