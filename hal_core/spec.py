@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -37,7 +38,7 @@ _MAX_DIM = 1 << 31
 
 def _check_dims(owner: str, **dims: int) -> None:
     for name, size in dims.items():
-        if not 1 <= size < _MAX_DIM:
+        if type(size) is not int or not 1 <= size < _MAX_DIM:
             raise ValueDecodeError(f"{owner}.{name}", f"{size} is not between 1 and {_MAX_DIM - 1}")
 
 
@@ -58,7 +59,7 @@ class Activation:
         _check_word("activation.kind", self.kind, ACTIVATIONS)
         if self.alpha is not None and self.kind != "swiglu_oai":
             raise ValueDecodeError("activation.alpha", f"{self.alpha} with {self.kind}", "alpha is the sigmoid slope of swiglu_oai only")
-        if self.limit is not None and self.limit <= 0:
+        if self.limit is not None and not 0 < self.limit < math.inf:
             raise ValueDecodeError("activation.limit", f"{self.limit} is not positive", "leave it out for no limit")
 
     def __str__(self) -> str:
@@ -161,6 +162,8 @@ class MoESpec:
             raise ValueDecodeError("MoESpec", f"top_k {self.top_k} or local_experts {self.local} exceeds num_experts {self.num_experts}")
         if self.gate is None and self.activation.kind == "swiglu_oai":
             raise ValueDecodeError("MoESpec.gate", "missing", "swiglu_oai multiplies by a gate")
+        if not math.isfinite(self.routed_scaling):
+            raise ValueDecodeError("MoESpec.routed_scaling", f"{self.routed_scaling} is not finite")
         if self.shared_experts < 0:
             raise ValueDecodeError("MoESpec.shared_experts", f"{self.shared_experts} is negative")
 

@@ -146,3 +146,19 @@ def test_refusal_codes_are_documented():
     assert str(Refusal("shape.multiple", "k=3", "needs a multiple of 2", "pad")) == (
         "[shape.multiple] asked k=3, found needs a multiple of 2; pad"
     )
+
+
+@pytest.mark.parametrize("size", [1.5, True, "8", 0, -1, 2**31])
+def test_a_dimension_is_a_whole_number_in_range(size):
+    with pytest.raises(ValueDecodeError):
+        LinearSpec(n=size, k=8, weights=WeightScheme.parse("int4:g32"))
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -1.0])
+def test_a_limit_or_scaling_that_is_no_number_is_refused(wrong):
+    with pytest.raises(ValueDecodeError):
+        Activation("silu", limit=wrong)
+    if wrong != -1.0:
+        scheme = WeightScheme.parse("int4:g32")
+        with pytest.raises(ValueDecodeError):
+            MoESpec(8, 2, 64, 96, scheme, scheme, scheme, routed_scaling=wrong)
