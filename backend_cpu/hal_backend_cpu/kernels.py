@@ -73,6 +73,7 @@ class LinearAVX512(LinearKernel):
     name = "linear_avx512"
     devices = ("cpu",)
     isa = _AVX512
+    _level = "avx512"  # the native ops' word for it
     architectures = ()
     schemes = _INTEGERS
     numerics = _EXACT
@@ -94,7 +95,7 @@ class LinearAVX512(LinearKernel):
     def prepare(self, spec: LinearSpec, weights: LinearWeights) -> CpuLinear:
         from hal_backend_cpu.ops import CpuLinear
 
-        return CpuLinear(spec, weights, "avx512")
+        return CpuLinear(spec, weights, self._level)
 
 
 class LinearAVX512BF16(LinearAVX512):
@@ -102,16 +103,12 @@ class LinearAVX512BF16(LinearAVX512):
 
     name = "linear_avx512bf16"
     isa = _AVX512_BF16
+    _level = "avx512bf16"
     schemes = _INT4
     priority = _FAST_BF16
 
     def rank(self, spec: LinearSpec, machine: Machine) -> int:
         return _bf16_rank(machine)
-
-    def prepare(self, spec: LinearSpec, weights: LinearWeights) -> CpuLinear:
-        from hal_backend_cpu.ops import CpuLinear
-
-        return CpuLinear(spec, weights, "avx512bf16")
 
 
 class LinearAVX2(LinearAVX512):
@@ -119,12 +116,8 @@ class LinearAVX2(LinearAVX512):
 
     name = "linear_avx2"
     isa = _AVX2
+    _level = "avx2"
     priority = 100
-
-    def prepare(self, spec: LinearSpec, weights: LinearWeights) -> CpuLinear:
-        from hal_backend_cpu.ops import CpuLinear
-
-        return CpuLinear(spec, weights, "avx2")
 
 
 class EmbeddingAVX512(EmbeddingKernel):
@@ -133,6 +126,7 @@ class EmbeddingAVX512(EmbeddingKernel):
     name = "embedding_avx512"
     devices = ("cpu",)
     isa = _AVX512
+    _level = "avx512"  # the native ops' word for it
     architectures = ()
     schemes = _INTEGERS
     numerics = _EXACT
@@ -151,7 +145,7 @@ class EmbeddingAVX512(EmbeddingKernel):
     def prepare(self, spec: EmbeddingSpec, weights: LinearWeights) -> CpuEmbedding:
         from hal_backend_cpu.ops import CpuEmbedding
 
-        return CpuEmbedding(spec, weights, "avx512")
+        return CpuEmbedding(spec, weights, self._level)
 
 
 class EmbeddingAVX512BF16(EmbeddingAVX512):
@@ -159,16 +153,12 @@ class EmbeddingAVX512BF16(EmbeddingAVX512):
 
     name = "embedding_avx512bf16"
     isa = _AVX512_BF16
+    _level = "avx512bf16"
     schemes = _INT4
     priority = _FAST_BF16
 
     def rank(self, spec: EmbeddingSpec, machine: Machine) -> int:
         return _bf16_rank(machine)
-
-    def prepare(self, spec: EmbeddingSpec, weights: LinearWeights) -> CpuEmbedding:
-        from hal_backend_cpu.ops import CpuEmbedding
-
-        return CpuEmbedding(spec, weights, "avx512bf16")
 
 
 class EmbeddingAVX2(EmbeddingAVX512):
@@ -176,12 +166,8 @@ class EmbeddingAVX2(EmbeddingAVX512):
 
     name = "embedding_avx2"
     isa = _AVX2
+    _level = "avx2"
     priority = 100
-
-    def prepare(self, spec: EmbeddingSpec, weights: LinearWeights) -> CpuEmbedding:
-        from hal_backend_cpu.ops import CpuEmbedding
-
-        return CpuEmbedding(spec, weights, "avx2")
 
 
 class MoEAVX512(MoEKernel):
@@ -190,6 +176,7 @@ class MoEAVX512(MoEKernel):
     name = "moe_avx512"
     devices = ("cpu",)
     isa = _AVX512
+    _level = "avx512"  # the native ops' word for it
     architectures = ()
     schemes = _INTEGERS
     numerics = _EXACT
@@ -216,7 +203,7 @@ class MoEAVX512(MoEKernel):
     def prepare(self, spec: MoESpec, weights: MoEWeights) -> CpuMoE:
         from hal_backend_cpu.ops import CpuMoE
 
-        return CpuMoE(spec, weights, "avx512")
+        return CpuMoE(spec, weights, self._level)
 
 
 class MoEAVX512BF16(MoEAVX512):
@@ -224,6 +211,7 @@ class MoEAVX512BF16(MoEAVX512):
 
     name = "moe_avx512bf16"
     isa = _AVX512_BF16
+    _level = "avx512bf16"
     priority = _FAST_BF16
 
     def rank(self, spec: MoESpec, machine: Machine) -> int:
@@ -235,23 +223,14 @@ class MoEAVX512BF16(MoEAVX512):
             return out
         return (*out, Refusal("scheme.dtype", "experts without int4", "only int4 gains from bf16 dot products", "use cpu.moe_avx512"))
 
-    def prepare(self, spec: MoESpec, weights: MoEWeights) -> CpuMoE:
-        from hal_backend_cpu.ops import CpuMoE
-
-        return CpuMoE(spec, weights, "avx512bf16")
-
 
 class MoEAVX2(MoEAVX512):
     """A block of int4 or int8 experts, exact activations, AVX2."""
 
     name = "moe_avx2"
     isa = _AVX2
+    _level = "avx2"
     priority = 100
-
-    def prepare(self, spec: MoESpec, weights: MoEWeights) -> CpuMoE:
-        from hal_backend_cpu.ops import CpuMoE
-
-        return CpuMoE(spec, weights, "avx2")
 
 
 KERNELS = (

@@ -92,6 +92,7 @@ def test_linear_within_its_bound(level: str, scheme: str, shape: tuple[int, int]
         spec = LinearSpec(n, k, weight.scheme, dtype=dtype, bias=True)
         bias = torch.randn(n).to(torch_dtype(dtype))
         op = kernel(level, 0).prepare(spec, LinearWeights(weight, bias))
+        assert op.isa == level
         truth_op = ReferenceLinear().prepare(replace(spec, dtype="fp32"), LinearWeights(weight, bias))
         for rows in (1, 5):
             x = inputs(rows, k, dtype)
