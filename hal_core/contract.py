@@ -6,6 +6,7 @@ A kernel that forgot to answer a question would otherwise give wrong numbers in 
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import functools
 import inspect
 import math
@@ -15,6 +16,7 @@ import typing
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hal_core.kernel import EmbeddingKernel, Kernel, KVKernel, LinearKernel, MoEKernel
+from hal_core.kv.scheme import KV_SCHEMES
 from hal_core.manifest import BackendManifest
 from hal_core.refusal import Refusal
 from hal_core.schemes import DTYPES
@@ -199,6 +201,13 @@ def _words(kernel: Kernel[Any]) -> Iterator[tuple[str, tuple[str, ...], tuple[st
     yield "devices", kernel.devices, _DEVICES
     yield "dtypes", kernel.dtypes, FLOATS
     yield "out_dtypes", kernel.out_dtypes, FLOATS
+    if isinstance(kernel, KVKernel):
+        for side in ("keys", "values"):
+            globs = getattr(kernel.schemes, side)
+            known = tuple(map(str, KV_SCHEMES))
+            matching = tuple(glob for glob in globs if any(fnmatch.fnmatchcase(text, glob) for text in known))
+            yield f"schemes.{side}", globs, matching or known
+        return
     yield "schemes.dtypes", kernel.schemes.dtypes, tuple(DTYPES)
     if isinstance(kernel, MoEKernel):
         yield "routing", kernel.routing, ROUTING_FORMS

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from hal_core.numerics import Numerics, outside
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hal_core.canonical import QuantizedTensor
+    from hal_core.kv.op import KVOp, KVParams
+    from hal_core.kv.scheme import KVScheme
     from hal_core.machine import Machine
     from hal_core.selection import Padding, Transform
     from hal_core.spec import Spec
@@ -26,7 +29,9 @@ if TYPE_CHECKING:
 __all__ = [
     "CONTRACT",
     "EmbeddingKernel",
+    "KVEpilogue",
     "KVKernel",
+    "KVSchemeSet",
     "Kernel",
     "LinearEpilogue",
     "LinearKernel",
@@ -106,6 +111,45 @@ class LinearEpilogue:
 
     bias: bool
     lora: bool
+
+
+@dataclass(frozen=True)
+class KVSchemeSet:
+    """Cache schemes that a kernel serves: texts of :class:`~hal_core.kv.scheme.KVScheme` or globs of them, for each side.
+
+    mixed: whether keys and values may be stored in different ways.
+    """
+
+    keys: tuple[str, ...]
+    values: tuple[str, ...]
+    mixed: bool
+
+    def refusals(self, keys: KVScheme, values: KVScheme) -> tuple[Refusal, ...]:
+        out = [
+            Refusal("kv.scheme", f"{role} in {scheme}", f"serves {', '.join(served)}", "use another scheme, or another backend")
+            for role, scheme, served in (("keys", keys, self.keys), ("values", values, self.values))
+            if not any(fnmatchcase(str(scheme), glob) for glob in served)
+        ]
+        if not self.mixed and values != keys.for_values():
+            fix = "use one scheme for both, or another backend"
+            out.append(Refusal("kv.mixed", f"keys in {keys}, values in {values}", "serves one scheme for both", fix))
+        return tuple(out)
+
+
+@dataclass(frozen=True)
+class KVEpilogue:
+    """Which parts of attention over a cache a kernel serves; every one is answered.
+
+    gqa: fewer kv heads than query heads. value_dim: values of another size than keys. sink_tokens: leading tokens seen
+    beside a window. sinks: a logit per head in the denominator.
+    """
+
+    gqa: bool
+    value_dim: bool
+    window: bool
+    sink_tokens: bool
+    sinks: bool
+    soft_cap: bool
 
 
 @dataclass(frozen=True)
@@ -239,7 +283,7 @@ def _weight_roles(spec: Spec) -> tuple[tuple[str, WeightScheme], ...]:
         gate = (("gate", spec.gate),) if spec.gate else ()
         return (*gate, ("up", spec.up), ("down", spec.down))
     if isinstance(spec, KVCacheSpec):
-        return (("keys", spec.keys), ("values", spec.values))
+        return ()
     return (("weight", spec.weights),)
 
 
@@ -275,9 +319,44 @@ class EmbeddingKernel(Kernel[EmbeddingSpec]):
 
 
 class KVKernel(Kernel[KVCacheSpec]):
-    """A paged key/value cache."""
+    """A paged key/value cache. ``prepare`` takes ``KVParams`` and returns a ``KVOp``.
+
+    schemes: how keys and values may be stored. head_dims: sizes of keys and of values served; empty for all.
+    layout: name of its pages' form. m_range: query rows of one ``attend``. error_bound: largest relative L2 error of ``attend``
+    against float32 attention over the dequantized cache.
+    """
 
     op = "kv"
+    schemes: ClassVar[KVSchemeSet]  # type: ignore[assignment]
+    head_dims: ClassVar[tuple[int, ...]]
+    epilogue: ClassVar[KVEpilogue]
+
+    @abstractmethod
+    def prepare(self, spec: KVCacheSpec, weights: KVParams) -> KVOp:
+        """The stateless op over pages of this kernel's layout."""
+
+    def _scheme_refusals(self, spec: KVCacheSpec) -> tuple[Refusal, ...]:
+        out = list(self.schemes.refusals(spec.keys, spec.values))
+        sizes = {"head_dim": spec.head_dim, "value_dim": spec.v_dim}
+        served = ", ".join(map(str, self.head_dims))
+        out += [
+            Refusal("kv.head_dim", f"{name}={size}", f"serves {served}", "use another backend")
+            for name, size in sizes.items()
+            if self.head_dims and size not in self.head_dims
+        ]
+        return tuple(out)
+
+    def _epilogue_refusals(self, spec: KVCacheSpec) -> tuple[Refusal, ...]:
+        asked = {
+            "gqa": spec.num_heads != spec.num_kv_heads,
+            "value_dim": spec.v_dim != spec.head_dim,
+            "window": spec.window is not None,
+            "sink_tokens": spec.sink_tokens > 0,
+            "sinks": spec.sinks,
+            "soft_cap": spec.soft_cap is not None,
+        }
+        missing = [f.name for f in fields(KVEpilogue) if asked[f.name] and not getattr(self.epilogue, f.name)]
+        return tuple(_no(f"epilogue.{name}", name, "use another kernel") for name in missing)
 
 
 class MoEKernel(Kernel[MoESpec]):

@@ -9,6 +9,7 @@ from hal_core.errors import NoKernelError
 from hal_core.numerics import Numerics, combined
 from hal_core.refusal import Refusal
 from hal_core.selection import Candidate, Interval, Selection
+from hal_core.spec import KVCacheSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -99,6 +100,8 @@ def candidates_from(
 def _decide(spec: Spec, machine: Machine, policy: Policy, kernels: Sequence[RegisteredKernel], rows: Sequence[BackendRow]) -> _Decision:
     binding = policy.bind(spec.op, _ops_of(kernels), _unloaded(kernels, rows))
     judged = _judged(spec, machine, kernels, rows)
+    if binding.word == "require" and isinstance(spec, KVCacheSpec):
+        judged = _without_default_scales(spec, judged)
     by_name = {k.name: k for k in kernels}
     able = [c for c in judged if c.accepted]
     plan = _plan(spec, [c for c in able if binding.allows(c.kernel)], by_name)
@@ -177,6 +180,15 @@ def _answer(registered: RegisteredKernel, name: str, kind: type, *arguments: obj
 
 def _broken(registered: RegisteredKernel, found: str) -> tuple[Refusal, ...]:
     return (Refusal("backend.invalid", f"a verdict of {registered.name}", found, "tell the plugin's authors"),)
+
+
+def _without_default_scales(spec: KVCacheSpec, judged: list[Candidate]) -> list[Candidate]:
+    """Who requires a kernel wants its numbers: a cache whose static scales nobody measured would clip or waste them."""
+    if spec.scales != "default" or not (spec.keys.scaled or spec.values.scaled):
+        return judged
+    fix = "give the checkpoint's scales, or compute them from tokens"
+    reason = Refusal("kv.scales", f"k={spec.keys} v={spec.values} under require", "default scales of 1.0", fix)
+    return [replace(c, accepted=False, refusals=(*c.refusals, reason)) for c in judged]
 
 
 def _plan(spec: Spec, pool: Sequence[Candidate], by_name: dict[str, RegisteredKernel]) -> _Plan:

@@ -8,12 +8,14 @@ from typing import ClassVar
 
 from hal_core.errors import ValueDecodeError
 from hal_core.jsonable import JsonValue, from_json, to_json
+from hal_core.kv.scheme import KV_GROUP, KVScheme
 from hal_core.numerics import Numerics
 from hal_core.schemes import ActivationScheme, WeightScheme
 
 __all__ = [
     "ACTIVATIONS",
     "FLOATS",
+    "KV_SCALES",
     "OPS",
     "ROUTING_FORMS",
     "Activation",
@@ -32,6 +34,8 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_oai", "relu2")
 ROUTING_FORMS = ("routed", "grouped", "batched")
 #: Types of activations and outputs.
 FLOATS = ("fp32", "bf16", "fp16")
+#: Where the static scales of a cache come from: the checkpoint, tokens seen, or nowhere (1.0).
+KV_SCALES = ("calibrated", "computed", "default")
 #: No dimension of a real model comes near; a larger number is a mistake or an attack.
 _MAX_DIM = 1 << 31
 
@@ -189,7 +193,15 @@ class MoESpec:
 
 @dataclass(frozen=True)
 class KVCacheSpec:
-    """A paged key/value cache of one layer: element schemes, page size in tokens, attention shape."""
+    """A paged key/value cache of one layer: how keys and values are stored, page size in tokens, attention over it.
+
+    values: integers per channel become integers per token, which is what the same word means for values.
+    value_dim: channels of a value; None for head_dim.
+    window: tokens that a query sees, its own included; None for all. sink_tokens: leading tokens seen beside the window.
+    sinks: each query head has a learned logit in the softmax denominator. soft_cap: logits become ``cap * tanh(logit / cap)``.
+    scales: where static scales come from, a word of :data:`KV_SCALES`; of no account for schemes without them.
+    seed: of the rotations of turboquant schemes; pages are read with the seed they were written with.
+    """
 
     __json_tag__: ClassVar[str] = "op"
     op: ClassVar[str] = "kv"
@@ -197,25 +209,68 @@ class KVCacheSpec:
     num_kv_heads: int
     head_dim: int
     page_size: int
-    keys: WeightScheme
-    values: WeightScheme
+    keys: KVScheme
+    values: KVScheme
     numerics: Numerics = Numerics()
     dtype: str = "bf16"
+    value_dim: int | None = None
+    window: int | None = None
+    sink_tokens: int = 0
+    sinks: bool = False
+    soft_cap: float | None = None
+    scales: str = "default"
+    seed: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("keys", "values"):
+            if not isinstance(getattr(self, name), KVScheme):
+                raise ValueDecodeError(f"KVCacheSpec.{name}", f"{getattr(self, name)!r} is not a KVScheme", "use KVScheme.parse(text)")
+        object.__setattr__(self, "values", self.values.for_values())
         _check_dims("KVCacheSpec", num_heads=self.num_heads, num_kv_heads=self.num_kv_heads)
-        _check_dims("KVCacheSpec", head_dim=self.head_dim, page_size=self.page_size)
+        _check_dims("KVCacheSpec", head_dim=self.head_dim, page_size=self.page_size, value_dim=self.v_dim)
+        _check_dims("KVCacheSpec", window=1 if self.window is None else self.window, sink_tokens=self.sink_tokens + 1)
         _check_word("KVCacheSpec.dtype", self.dtype, FLOATS)
+        _check_word("KVCacheSpec.scales", self.scales, KV_SCALES)
+        self._check_relations()
+
+    def _check_relations(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise ValueDecodeError("KVCacheSpec.num_heads", f"{self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        if self.keys.grouped and self.page_size % KV_GROUP:
+            found = f"{self.page_size} is not a multiple of {KV_GROUP}, the tokens that share a scale of {self.keys} keys"
+            raise ValueDecodeError("KVCacheSpec.page_size", found)
+        if self.sink_tokens and self.window is None:
+            raise ValueDecodeError("KVCacheSpec.sink_tokens", f"{self.sink_tokens} without a window", "all tokens are visible without one")
+        if self.soft_cap is not None and not 0 < self.soft_cap < math.inf:
+            raise ValueDecodeError("KVCacheSpec.soft_cap", f"{self.soft_cap} is not positive", "leave it out for no cap")
+        if type(self.seed) is not int or not 0 <= self.seed < 1 << 63:
+            raise ValueDecodeError("KVCacheSpec.seed", f"{self.seed} is not between 0 and 2**63 - 1")
+        for scheme, dim in ((self.keys, self.head_dim), (self.values, self.v_dim)):
+            if scheme.bits is not None:
+                scheme.sections(dim)
 
     @property
     def output(self) -> str:
         return self.dtype
 
+    @property
+    def v_dim(self) -> int:
+        """Channels of a value."""
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
+    def token_bytes(self) -> float:
+        """Bytes of one token's keys and values of all heads, scales that tokens carry included."""
+        return self.num_kv_heads * (self.keys.vector_bytes(self.head_dim) + self.values.vector_bytes(self.v_dim))
+
     def __str__(self) -> str:
-        heads = f"{self.num_heads}/{self.num_kv_heads} heads x{self.head_dim}"
-        return f"kv {heads} page {self.page_size} k={self.keys} v={self.values} {self.dtype}"
+        size = str(self.head_dim) if self.v_dim == self.head_dim else f"{self.head_dim}/{self.v_dim}"
+        parts = [f"kv {self.num_heads}/{self.num_kv_heads} heads x{size} page {self.page_size} k={self.keys} v={self.values}"]
+        parts += [f"{self.scales} scales"] if self.keys.scaled or self.values.scaled else []
+        parts += [f"window {self.window}"] if self.window is not None else []
+        parts += [f"{self.sink_tokens} sink tokens"] if self.sink_tokens else []
+        parts += ["+sinks"] * self.sinks + ([f"soft cap {self.soft_cap:g}"] if self.soft_cap is not None else [])
+        return " ".join((*parts, self.dtype))
 
 
 Spec = LinearSpec | MoESpec | EmbeddingSpec | KVCacheSpec

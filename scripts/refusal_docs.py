@@ -9,13 +9,25 @@ import json
 import pathlib
 import sys
 import types
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from hal_core.explain import explain_from
 from hal_core.isolated import crash_refusal, smoke_refusal
-from hal_core.kernel import EmbeddingKernel, LinearEpilogue, LinearKernel, MoEEpilogue, MoEKernel, SchemeSet, ShapeLimit
+from hal_core.kernel import (
+    EmbeddingKernel,
+    KVEpilogue,
+    KVKernel,
+    KVSchemeSet,
+    LinearEpilogue,
+    LinearKernel,
+    MoEEpilogue,
+    MoEKernel,
+    SchemeSet,
+    ShapeLimit,
+)
+from hal_core.kv.scheme import KVScheme
 from hal_core.machine import Device, Version
 from hal_core.manifest import BackendManifest, read_manifest
 from hal_core.numerics import ActivationQuant, Numerics
@@ -24,7 +36,7 @@ from hal_core.refusal import CODES, Refusal
 from hal_core.registry import Judged, RegisteredKernel, loaded
 from hal_core.schemes import GranularityKind, WeightScheme, ZeroKind
 from hal_core.sharding import shard
-from hal_core.spec import Activation, EmbeddingSpec, LinearSpec, MoESpec
+from hal_core.spec import Activation, EmbeddingSpec, KVCacheSpec, LinearSpec, MoESpec
 from hal_core.stored import load_facts
 from hal_core.verdicts import Trial
 
@@ -104,6 +116,19 @@ REMEDIES = {
     "epilogue.shared_experts": "Compute the shared experts beside the op, as the Transformers integration does.",
     "epilogue.tied_head": "Untie the head, or use another kernel.",
     "epilogue.mixed_schemes": "Quantize gate, up and down alike, or use another kernel.",
+    "epilogue.gqa": "Repeat the key/value heads, or use another kernel.",
+    "epilogue.value_dim": "Pad values to the size of keys, or use another kernel.",
+    "epilogue.window": "Use another kernel. A window is never widened silently.",
+    "epilogue.sink_tokens": "Use another kernel.",
+    "epilogue.sinks": "Use another kernel. The logits are never dropped.",
+    "epilogue.soft_cap": "Use another kernel. The cap is never dropped.",
+    "kv.scheme": "Use a [scheme](kv-cache.md#schemes) that the kernel serves, or another backend.",
+    "kv.mixed": "Store keys and values alike, or use another backend.",
+    "kv.head_dim": "Use another backend; the reference serves every size.",
+    "kv.scales": (
+        "Load scales from a checkpoint that carries them, or let the cache compute them from its first tokens "
+        '(`hal.kv_cache(.., scales="computed")`). Without `require`, default scales are served.'
+    ),
     "routing.form": "Convert the routing before the call to a form that the kernel takes.",
     "shape.multiple": "Pad the dimension, shard by another degree, or use another kernel.",
     "shape.range": "Use another kernel for this size.",
@@ -126,6 +151,7 @@ FAMILIES = {
     "numerics": "What the kernel computes, against what the request tolerates. These are never waived silently.",
     "dtype": "Types of activations and outputs.",
     "epilogue": "Optional parts of an op.",
+    "kv": "Caches of keys and values.",
     "routing": "How tokens find their experts.",
     "shape": "Sizes, after sharding.",
     "op": "Kinds of op.",
@@ -151,6 +177,14 @@ _OF = {
     "linear": (LinearKernel, {"epilogue": LinearEpilogue(bias=False, lora=False)}),
     "moe": (MoEKernel, {"epilogue": MoEEpilogue(activations=("silu",), gated=True, **_NO), "routing": ("routed",)}),
     "embedding": (EmbeddingKernel, {"tied_head": False}),
+    "kv": (
+        KVKernel,
+        {
+            "schemes": KVSchemeSet(("fp8",), ("fp8",), False),
+            "head_dims": (128,),
+            "epilogue": KVEpilogue(*(False,) * len(fields(KVEpilogue))),
+        },
+    ),
 }
 
 
@@ -242,6 +276,14 @@ def moe_examples() -> Iterator[Refusal]:
     yield found
 
 
+def kv_examples() -> Iterator[Refusal]:
+    """Reasons of caches."""
+    spec = KVCacheSpec(32, 8, 96, 32, KVScheme.parse("int8"), KVScheme.parse("turboquant:4"))
+    yield from refusals(replace(spec, value_dim=64, window=4096, sink_tokens=4, sinks=True, soft_cap=50.0))
+    fp8 = KVScheme.parse("fp8")
+    yield from refusals(KVCacheSpec(32, 32, 128, 16, fp8, fp8), policy="require:toy")
+
+
 def op_examples() -> Iterator[Refusal]:
     """Reasons of the choice itself."""
     from hal_core.registry import BackendRow
@@ -256,7 +298,7 @@ def op_examples() -> Iterator[Refusal]:
 def examples() -> dict[str, Refusal]:
     """One refusal of each code."""
     found: dict[str, Refusal] = {}
-    for source in (backend_examples, linear_examples, moe_examples, op_examples):
+    for source in (backend_examples, linear_examples, moe_examples, kv_examples, op_examples):
         for refusal in source():
             found.setdefault(refusal.code, refusal)
     return found

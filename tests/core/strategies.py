@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
+from hal_core.kv.scheme import KV_SCHEMES, KVScheme
 from hal_core.machine import DEVICE_KINDS, Denied, Device, FactMark, Machine, Mark, Version
 from hal_core.manifest import BackendManifest
 from hal_core.numerics import ActivationQuant, Numerics
@@ -12,7 +13,18 @@ from hal_core.refusal import CODES, Refusal
 from hal_core.registry import BackendRow
 from hal_core.schemes import DTYPES, FLOAT_DTYPES, ActivationScheme, Granularity, GranularityKind, WeightScheme, ZeroKind
 from hal_core.selection import Candidate, Interval, Padding, Parameter, Selection, Transform
-from hal_core.spec import ACTIVATIONS, FLOATS, OPS, ROUTING_FORMS, Activation, EmbeddingSpec, KVCacheSpec, LinearSpec, MoESpec
+from hal_core.spec import (
+    ACTIVATIONS,
+    FLOATS,
+    KV_SCALES,
+    OPS,
+    ROUTING_FORMS,
+    Activation,
+    EmbeddingSpec,
+    KVCacheSpec,
+    LinearSpec,
+    MoESpec,
+)
 
 sizes = st.integers(1, 1 << 20)
 words = st.text(min_size=1, max_size=12)
@@ -75,11 +87,20 @@ def moe_spec(draw: st.DrawFn) -> MoESpec:
     )  # fmt: skip
 
 
+kv_schemes: st.SearchStrategy[KVScheme] = st.sampled_from(KV_SCHEMES)
+
+
 @st.composite
 def kv_spec(draw: st.DrawFn) -> KVCacheSpec:
     kv_heads = draw(st.integers(1, 64))
     heads = kv_heads * draw(st.integers(1, 16))
-    return KVCacheSpec(heads, kv_heads, draw(sizes), draw(sizes), draw(schemes), draw(schemes), draw(numerics), draw(floats))
+    window = draw(st.none() | sizes)
+    return KVCacheSpec(
+        heads, kv_heads, 4 * draw(st.integers(1, 64)), 32 * draw(st.integers(1, 64)), draw(kv_schemes), draw(kv_schemes),
+        draw(numerics), draw(floats), draw(st.none() | st.integers(1, 64).map(lambda size: 4 * size)), window,
+        draw(st.integers(0, 8)) if window else 0, draw(st.booleans()), draw(st.none() | positive), draw(st.sampled_from(KV_SCALES)),
+        draw(st.integers(0, (1 << 63) - 1)),
+    )  # fmt: skip
 
 
 specs = st.one_of(linear_specs, embedding_specs, moe_spec(), kv_spec())

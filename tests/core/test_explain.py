@@ -10,6 +10,7 @@ from core.fakes import INT4, LINEAR, MACHINE, MOE, reference, registered, row
 import hal_core as hal
 from hal_core.errors import PolicyError
 from hal_core.explain import Explanation, explain_from
+from hal_core.kv.scheme import KVScheme
 from hal_core.policy import Policy
 from hal_core.schemes import WeightScheme
 from hal_core.spec import EmbeddingSpec, KVCacheSpec
@@ -62,7 +63,7 @@ def test_a_name_that_matches_nothing_is_a_problem_with_the_candidates_beside_it(
     assert not any(c.chosen for c in found.candidates)
 
 
-@pytest.mark.parametrize("spec", [EmbeddingSpec(64, 64, INT4), KVCacheSpec(8, 2, 64, 16, INT4, INT4), MOE])
+@pytest.mark.parametrize("spec", [EmbeddingSpec(64, 64, INT4), KVCacheSpec(8, 2, 64, 16, KVScheme("bf16"), KVScheme("bf16")), MOE])
 def test_kinds_of_op_without_a_kernel(spec):
     found = explain(spec, kernels=(registered("cpu.fast"),), rows=(row("cpu", "cpu.fast"),))
     assert [r.code for c in found.candidates for r in c.refusals] == ["op.unsupported"]
@@ -79,6 +80,7 @@ def test_the_function_of_the_package(monkeypatch):
     monkeypatch.delenv("HAL_POLICY", raising=False)
     found = hal.explain(hal.LinearSpec(64, 64, INT4), policy="require:reference")
     assert found.selection.kernel == "reference.linear"
-    assert not hal.explain(hal.KVCacheSpec(8, 2, 64, 16, WeightScheme("int2"), WeightScheme("int2")), policy="require:reference").served
+    fp8 = hal.KVCacheSpec(8, 2, 64, 16, KVScheme("fp8"), KVScheme("fp8"))
+    assert "kv.scales" in {r.code for c in hal.explain(fp8, policy="require:reference").candidates for r in c.refusals}
     with pytest.raises(PolicyError):
         hal.explain(LINEAR, policy="require")

@@ -16,6 +16,7 @@ from hal_core.explain import explain_from
 from hal_core.explain_checkpoint import CheckpointExplanation, explain_checkpoint, weight_bytes
 from hal_core.explain_diff import ExplanationDiff, diff_explanations, read_explanation
 from hal_core.jsonable import dumps, loads
+from hal_core.kv.scheme import KVScheme
 from hal_core.policy import Policy
 from hal_core.schemes import WeightScheme
 from hal_core.select import select_from
@@ -111,7 +112,7 @@ def test_bytes_follow_the_scheme():
     assert size(EmbeddingSpec(100, 128, INT4)) == 100 * 64 + 100 * 2
     assert size(MOE) == 8 * 3 * (128 * 256 // 2) + 8 * (2 * 256 * 1 * 2 + 128 * 2 * 2)
     cache = select_from(LINEAR, MACHINE, Policy(), (registered("cpu.fast"),))
-    assert weight_bytes(replace(cache, spec=KVCacheSpec(8, 2, 64, 16, INT4, INT4))) == 0
+    assert weight_bytes(replace(cache, spec=KVCacheSpec(8, 2, 64, 16, KVScheme("bf16"), KVScheme("bf16")))) == 0
 
 
 # Differences

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hal_core.errors import SettingError
+from hal_core.kv.scheme import KVScheme
 from hal_core.refusal import Refusal
 from hal_core.schemes import WeightScheme
 from hal_core.sharding import Heads, Shard, check_degree, legal_degrees, shard
@@ -99,7 +100,7 @@ def test_experts_are_cut_at_the_intermediate_size():
 def test_tables_are_padded_and_what_has_no_rule_stays_whole():
     table = shard("model.embed_tokens", EmbeddingSpec(257, 64, G128), 2)
     assert (table.spec.rows, table.notes) == (129, ("257 rows padded to 258",))
-    cache = KVCacheSpec(8, 2, 64, 16, G128, G128)
+    cache = KVCacheSpec(8, 2, 64, 16, KVScheme("bf16"), KVScheme("bf16"))
     assert shard("l.self_attn.cache", cache, 2) == Shard(cache, "whole on each rank", ("no rule for cache",))
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hal_core.errors import ContractError, ValueDecodeError
 from hal_core.explain import Explanation
 from hal_core.jsonable import dumps, from_json, loads
+from hal_core.kv.scheme import KVScheme
 from hal_core.machine import Device, Machine
 from hal_core.manifest import BackendManifest
 from hal_core.probe import Probe
@@ -124,7 +125,7 @@ def test_scheme_texts_that_mean_nothing(text):
         (lambda: MoESpec(4, 5, 8, 8, INT8, INT8), "exceeds num_experts 4"),
         (lambda: MoESpec(4, 1, 8, 8, INT8, INT8, local_experts=5), "exceeds num_experts 4"),
         (lambda: MoESpec(4, 1, 8, 8, INT8, INT8, routing="top"), "MoESpec.routing"),
-        (lambda: KVCacheSpec(6, 4, 8, 8, INT8, INT8), "not a multiple of num_kv_heads 4"),
+        (lambda: KVCacheSpec(6, 4, 8, 8, KVScheme("fp8"), KVScheme("fp8")), "not a multiple of num_kv_heads 4"),
         (lambda: Activation("swish"), "activation.kind"),
         (lambda: Activation(limit=0.0), "activation.limit"),
         (lambda: Device("tpu", "v", "a", "n"), "device.kind"),

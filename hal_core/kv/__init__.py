@@ -1,0 +1,1 @@
+"""Paged, quantized key/value caches: schemes, canonical quantization, pages and their owner. See docs/kv-cache.md."""
