@@ -245,10 +245,14 @@ def _count(text: str) -> int:
     return total
 
 
+#: Libraries of kernels that backends call where they are installed.
+_PROVIDERS = ("humming-kernels", "flashinfer-python")
+
+
 def _versions() -> tuple[Version, ...]:
     """Read from package metadata: importing torch only to learn its version would cost seconds."""
     found = [Version("python", platform.python_version())]
-    for name in ("torch", "transformers", "triton"):
+    for name in ("torch", "transformers", "triton", *_PROVIDERS):
         try:
             found.append(Version(name, metadata.version(name)))
         except metadata.PackageNotFoundError:

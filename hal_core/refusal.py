@@ -21,6 +21,7 @@ CODES: dict[str, str] = {
     "backend.smoke": "Tried in a process of its own, a kernel failed or gave numbers unlike the reference's.",
     "backend.invalid": "The plugin registered something that is not a valid backend or kernel.",
     "backend.device": "The backend found no device of its own on this machine.",
+    "backend.package": "The kernel calls a library that is not installed, or not in a version that it was made for.",
     "device.missing": "The machine has no device of a kind that the kernel runs on.",
     "device.isa": "The processor (or the operating system, or a setting) does not allow an instruction set the kernel uses.",
     "device.arch": "No device of this machine has an architecture that the kernel was built for.",

@@ -31,6 +31,7 @@ from hal_core.kv.scheme import KVScheme
 from hal_core.machine import Device, Version
 from hal_core.manifest import BackendManifest, read_manifest
 from hal_core.numerics import ActivationQuant, Numerics
+from hal_core.packages import package_refusals
 from hal_core.policy import Policy
 from hal_core.refusal import CODES, Refusal
 from hal_core.registry import Judged, RegisteredKernel, loaded
@@ -81,6 +82,7 @@ REMEDIES = {
     ),
     "backend.invalid": "Report it to the backend's authors: every attribute of the [contract](write-a-backend.md) must be answered.",
     "backend.device": "Nothing, if the machine has no such device; else see the rows *not usable* of `hal probe`.",
+    "backend.package": "Install the library as the fix says; the backend's other kernels do not need it.",
     "device.missing": "Run on a machine with such a device. Where one is there, `hal probe` says why it is not usable.",
     "device.isa": (
         "A feature that is there and not permitted carries its remedy (a kernel option, a container's permission, "
@@ -238,6 +240,7 @@ def backend_examples() -> Iterator[Refusal]:
     found = read_manifest(entry_point("hal_example_backend:backend"))
     assert isinstance(found, Refusal)
     yield found
+    yield from package_refusals(MACHINE, "flashinfer-python", ">=0.6.13,<0.8", "pip install 'hal-backend-cuda[flashinfer]'")
     yield crash_refusal("toy", "hal-backend-toy", "was ended by SIGILL (an illegal instruction) while running toy.linear_amx")
     yield smoke_refusal(Trial("toy.linear_amx", "failed", "linear 128x256 int4:g64 bf16 [exact]: relative error 1.41, its bound is 0.01"))
 
