@@ -17,6 +17,8 @@ KV_KINDS: dict[str, tuple[str, ...]] = {
     "int8": ("channel", "token"), "int4": ("channel", "token"), "turboquant": ("vector",),
 }  # fmt: skip
 _BITS = {"bf16": 16, "fp16": 16, "fp32": 32, "fp8": 8, "int8": 8, "int4": 4}
+#: Fewest channels with a rotation and a codebook of their own.
+_LEAST_SECTION = 4
 _VARIANTS = ("", "raw", "unbiased")
 _KNOWN = "bf16, fp16, fp32, fp8, fp8:head, int8, int8:token, int4, int4:token, turboquant:BITS, turboquant:BITS:raw or :unbiased"
 _NUMBER = r"[0-9]{1,2}(?:\.[0-9]{1,4})?"
@@ -90,6 +92,8 @@ class KVScheme:
         """
         if self.bits is None:
             raise ValueDecodeError(f"KV scheme {self}", "has no sections", "only turboquant splits channels")
+        if dim < _LEAST_SECTION:
+            raise ValueDecodeError(f"KV scheme {self} of {dim} channels", "too few to rotate", f"give {_LEAST_SECTION} or more")
         low = int(self.bits)
         if self.variant == "unbiased":
             return ((dim, low - 1),)
@@ -98,6 +102,9 @@ class KVScheme:
         fine = dim * (self.bits - low)
         if fine != int(fine):
             raise ValueDecodeError(f"KV scheme {self} of {dim} channels", f"{fine:g} channels at {low + 1} bits", "use whole bits")
+        if min(fine, dim - fine) < _LEAST_SECTION:
+            found = f"a part of {min(fine, dim - fine):g} channels"
+            raise ValueDecodeError(f"KV scheme {self} of {dim} channels", found, f"parts have {_LEAST_SECTION} channels or more")
         return ((int(fine), low + 1), (dim - int(fine), low))
 
     def vector_bytes(self, dim: int) -> float:

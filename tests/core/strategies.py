@@ -96,8 +96,8 @@ def kv_spec(draw: st.DrawFn) -> KVCacheSpec:
     heads = kv_heads * draw(st.integers(1, 16))
     window = draw(st.none() | sizes)
     return KVCacheSpec(
-        heads, kv_heads, 4 * draw(st.integers(1, 64)), 32 * draw(st.integers(1, 64)), draw(kv_schemes), draw(kv_schemes),
-        draw(numerics), draw(floats), draw(st.none() | st.integers(1, 64).map(lambda size: 4 * size)), window,
+        heads, kv_heads, 16 * draw(st.integers(1, 16)), 32 * draw(st.integers(1, 64)), draw(kv_schemes), draw(kv_schemes),
+        draw(numerics), draw(floats), draw(st.none() | st.integers(1, 16).map(lambda size: 16 * size)), window,
         draw(st.integers(0, 8)) if window else 0, draw(st.booleans()), draw(st.none() | positive), draw(st.sampled_from(KV_SCALES)),
         draw(st.integers(0, (1 << 63) - 1)),
     )  # fmt: skip
