@@ -16,6 +16,7 @@ from hal_core.errors import ShapeError
 
 __all__ = ["codebook", "distortion", "midpoints", "solve"]
 
+_CPU = torch.device("cpu")
 _NODES = 160
 _MOST_STEPS = 60
 
@@ -115,13 +116,13 @@ def distortion(bits: int, dim: int) -> float:
 
 
 @functools.cache
-def codebook(bits: int, dim: int, device: torch.device = torch.device("cpu")) -> Tensor:
+def codebook(bits: int, dim: int, device: torch.device = _CPU) -> Tensor:
     """float32 ``[2^bits]``, rising: :func:`solve`, rounded; not to be written to."""
     return solve(bits, dim).float().to(device)
 
 
 @functools.cache
-def midpoints(bits: int, dim: int, device: torch.device = torch.device("cpu")) -> Tensor:
+def midpoints(bits: int, dim: int, device: torch.device = _CPU) -> Tensor:
     """float32 ``[2^bits - 1]``: a coordinate's code is the number of midpoints below it (strictly); not to be written to.
 
     The mean of two neighbours of :func:`codebook`, in float32.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hal_core.kv.op import KVParams
     from hal_core.spec import KVCacheSpec
 
-__all__ = ["FP16_MOST", "FP8_MOST", "Part", "Parts", "Quantizer", "fp8_scale", "quantizer", "reciprocal", "stored_fp16"]
+__all__ = ["FP8_MOST", "FP16_MOST", "Part", "Parts", "Quantizer", "fp8_scale", "quantizer", "reciprocal", "stored_fp16"]
 
 FP16_MOST = 65504.0
 FP8_MOST = 448.0

@@ -14,6 +14,7 @@ from torch import Tensor
 
 __all__ = ["hadamard", "mixed_seed", "projection_matrix", "random_signs", "rotation_matrix"]
 
+_CPU = torch.device("cpu")
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 #: Orders of Hadamard matrices by Paley's construction (order minus one is prime and 3 mod 4), beside the powers of two.
@@ -79,7 +80,7 @@ def hadamard(dim: int) -> Tensor | None:
 
 
 @functools.lru_cache(maxsize=256)
-def rotation_matrix(dim: int, seed: int, device: torch.device = torch.device("cpu")) -> Tensor:
+def rotation_matrix(dim: int, seed: int, device: torch.device = _CPU) -> Tensor:
     """float32 ``[dim, dim]``, orthogonal; a vector x becomes ``R @ x``. Not to be written to.
 
     ``R = H diag(s2) H diag(s1) / dim`` with a Hadamard matrix H and signs from ``mixed_seed(seed, 1)`` and ``(seed, 2)``; where there is
@@ -94,7 +95,7 @@ def rotation_matrix(dim: int, seed: int, device: torch.device = torch.device("cp
 
 
 @functools.lru_cache(maxsize=256)
-def projection_matrix(dim: int, seed: int, device: torch.device = torch.device("cpu")) -> Tensor:
+def projection_matrix(dim: int, seed: int, device: torch.device = _CPU) -> Tensor:
     """float32 ``[dim, dim]`` with independent random rows of length one, for the signs of a residual. Not to be written to."""
     rows = _normal(dim, dim, mixed_seed(seed, 4))
     return (rows / rows.norm(dim=1, keepdim=True)).float().to(device)

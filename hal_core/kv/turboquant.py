@@ -1,6 +1,6 @@
-"""Rotated Lloyd-Max quantization ("TurboQuant", Zandieh et al. 2025; EDEN, Vargaftik et al. 2022, and HIGGS, Malinovskii et al. 2024,
-are the same idea earlier): a norm, and the rotated unit vector's coordinates as codes of an optimal scalar quantizer.
+"""Rotated Lloyd-Max quantization: a norm, and the rotated unit vector's coordinates as codes of an optimal scalar quantizer.
 
+Known for caches as TurboQuant (Zandieh et al. 2025); EDEN (Vargaftik et al. 2022) and HIGGS (Malinovskii et al. 2024) had its parts.
 With ``unit = x / |x|`` and a rotation R, code c is the number of midpoints below ``R @ unit``, and ``centroids`` the codebook's entries:
 
 - norm correction (the default): ``scale = |x| / |centroids|``, so that the vector read back has the length of x;
@@ -50,7 +50,8 @@ def residual_factor(dim: int) -> float:
 
 
 def _length(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float64).float()
+    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float64)
+    return norm.float()
 
 
 class TurboQuantizer(Quantizer):
@@ -80,10 +81,8 @@ class TurboQuantizer(Quantizer):
             x = x[..., self.channels.to(x.device)]
         finite = torch.isfinite(x).all(dim=-1, keepdim=True)
         x = torch.where(finite, x, 0.0)
-        found = [
-            self._section(part, bits, seed)
-            for part, (_, bits), seed in zip(x.split([n for n, _ in self.sections], dim=-1), self.sections, self.seeds, strict=True)
-        ]
+        sections = torch.split(x, [channels for channels, _ in self.sections], dim=-1)
+        found = [self._section(part, bits, seed) for part, (_, bits), seed in zip(sections, self.sections, self.seeds, strict=True)]
         scale = torch.where(finite, torch.cat([scale for _, scale in found], dim=-1), torch.nan)
         parts = {"codes": torch.cat([codes for codes, _ in found], dim=-1), "scale": stored_fp16(scale)}
         if self.scheme.variant == "unbiased":
