@@ -1,0 +1,129 @@
+"""The prepared ops: a dense product, and a block of experts as two indexed products with this backend's steps around them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from hal_backend_cuda.providers.fused_steps import fastest_steps
+from hal_backend_cuda.providers.humming.layout import humming_tensors, stacked_rows
+from hal_backend_cuda.providers.humming.runtime import (
+    HummingMatrix,
+    Problem,
+    compile_dense,
+    compile_experts,
+    quantize_rows,
+)
+from hal_backend_cuda.providers.inputs import check_out, check_routing, check_rows, on_cuda
+from hal_backend_cuda.providers.steps import Route
+from torch import Tensor
+
+from hal_core.dtypes import torch_dtype
+from hal_core.ops import MoEExperts, QuantLinear
+from hal_core.weight_checks import check_linear_weights, check_moe_weights, check_same_kind, kinds_of
+
+if TYPE_CHECKING:
+    from hal_backend_cuda.providers.humming.recipes import Recipe
+    from hal_backend_cuda.providers.steps import MoESteps
+
+    from hal_core.kernel import LinearWeights, MoEWeights
+    from hal_core.spec import LinearSpec, MoESpec
+
+__all__ = ["HummingExperts", "HummingLinear"]
+
+
+def _with_bias(tensors: dict[str, Tensor], bias: Tensor | None, dtype: str) -> dict[str, Tensor]:
+    found = on_cuda(tensors)
+    if bias is not None:
+        found["bias"] = bias.to(found["weight"].device, torch_dtype(dtype))
+    return found
+
+
+class HummingLinear(QuantLinear):
+    """``y = x @ w.T + bias`` by Humming's dense kernels."""
+
+    def __init__(self, spec: LinearSpec, weights: LinearWeights, recipe: Recipe) -> None:
+        super().__init__()
+        check_linear_weights(spec, weights)
+        self.spec, self.recipe, self.kinds, self.dtype = spec, recipe, kinds_of(weights), torch_dtype(spec.dtype)
+        problem = Problem(recipe, spec.weights, spec.n, spec.k, spec.dtype, spec.bias)
+        self.matrix = HummingMatrix(problem, self._tensors(weights))
+        compile_dense(self.matrix)
+
+    def _tensors(self, weights: LinearWeights) -> dict[str, Tensor]:
+        return _with_bias(humming_tensors(weights.weight, self.spec.dtype), weights.bias, self.spec.dtype)
+
+    def compute(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        rows = check_rows("humming linear", x, self.spec.k, self.dtype, self.matrix.locks.device)
+        shape = (*x.shape[:-1], self.spec.n)
+        y = check_out("humming linear", out, shape, self.dtype, x.device)
+        if rows.shape[0]:
+            codes, scales = quantize_rows(self.recipe, rows)
+            self.matrix.launch(codes, scales, y.view(-1, self.spec.n))
+        return y
+
+    def update(self, weights: LinearWeights) -> None:
+        check_linear_weights(self.spec, weights)
+        check_same_kind(self.kinds, weights)
+        self.matrix.refill(self._tensors(weights))
+
+
+class HummingExperts(MoEExperts):
+    """Routing sort, gate and up in one product, activation, down, weighted sum. Nothing waits for the device."""
+
+    def __init__(self, spec: MoESpec, weights: MoEWeights, recipe: Recipe, steps: MoESteps | None = None) -> None:
+        super().__init__()
+        check_moe_weights(spec, weights)
+        self.spec, self.recipe, self.kinds, self.dtype = spec, recipe, kinds_of(weights), torch_dtype(spec.dtype)
+        self.wide = spec.intermediate * (2 if spec.gate else 1)
+        first = Problem(recipe, spec.up, self.wide, spec.hidden, spec.dtype, spec.bias, spec.local)
+        second = Problem(recipe, spec.down, spec.hidden, spec.intermediate, spec.dtype, spec.bias, spec.local)
+        self.first = HummingMatrix(first, self._first(weights))
+        self.second = HummingMatrix(second, self._second(weights))
+        self.blocks = compile_experts(self.first, self.second)
+        self.steps = fastest_steps(self.first.locks.device) if steps is None else steps
+
+    def _first(self, weights: MoEWeights) -> dict[str, Tensor]:
+        matrices, biases = [weights.up], [weights.up_bias]
+        if weights.gate is not None:
+            matrices, biases = [weights.gate, weights.up], [weights.gate_bias, weights.up_bias]
+        tensors = stacked_rows([humming_tensors(matrix, self.spec.dtype) for matrix in matrices])
+        bias = torch.cat([b.float() for b in biases], dim=-1) if self.spec.bias else None
+        return _with_bias(tensors, bias, self.spec.dtype)
+
+    def _second(self, weights: MoEWeights) -> dict[str, Tensor]:
+        return _with_bias(humming_tensors(weights.down, self.spec.dtype), weights.down_bias, self.spec.dtype)
+
+    def compute(
+        self, x: Any, routing: Any, expert_map: Tensor | None, out: Tensor | None, workspace: Tensor | None, reduce: bool
+    ) -> Tensor:
+        spec, steps = self.spec, self.steps
+        routing = check_routing("humming experts", spec, x, routing, expert_map)
+        rows = check_rows("humming experts", x, spec.hidden, self.dtype, self.first.locks.device)
+        tokens, k = routing.topk_ids.shape
+        shape = (tokens, spec.hidden) if reduce else (tokens, k, spec.hidden)
+        y = check_out("humming experts", out, shape, self.dtype, x.device)
+        if tokens == 0:
+            return y
+        route = Route(routing.topk_ids, routing.topk_weights, spec.num_experts, spec.local, expert_map)
+        count = tokens * k
+        order = steps.sort(route, self.blocks.block(count), self.blocks.capacity(count, spec.local))
+        codes, scales = quantize_rows(self.recipe, rows)
+        wide = torch.empty(count, self.wide, dtype=self.dtype, device=rows.device)
+        self.first.launch(codes, scales, wide, order, top_k=k)
+        codes, scales = quantize_rows(self.recipe, steps.activate(wide, spec.activation, spec.gate is not None))
+        slots = torch.empty(count, spec.hidden, dtype=self.dtype, device=rows.device)
+        self.second.launch(codes, scales, slots, order)
+        steps.reduce(slots, route, spec.routed_scaling, y)
+        return y
+
+    def workspace_size(self, max_tokens: int) -> int:
+        return 0
+
+    def update(self, weights: MoEWeights) -> None:
+        check_moe_weights(self.spec, weights)
+        check_same_kind(self.kinds, weights)
+        # both are made before either is written: weights that do not fit change nothing
+        first, second = self._first(weights), self._second(weights)
+        self.first.refill(first)
+        self.second.refill(second)
