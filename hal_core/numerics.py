@@ -139,6 +139,8 @@ _INT8 = (ActivationQuant("int8", "token"),)
 _WORDS: dict[str, Numerics] = {
     "exact": Numerics(),
     "int8": Numerics(activations=_INT8),
+    "int8:token": Numerics(activations=_INT8),
+    "int8:group": Numerics(activations=_INT8),
     "int8:rescaled": Numerics(activations=_INT8, weights="rescaled"),
     "fp8": Numerics(activations=(ActivationQuant("fp8_e4m3", "token"),)),
 }
@@ -148,9 +150,9 @@ def numerics_from_word(word: str, checkpoint: ActivationScheme | None = None, gr
     """The request that a word of the command line stands for.
 
     Args:
-        word: ``exact``, ``checkpoint``, ``int8``, ``int8:rescaled`` or ``fp8``.
+        word: ``exact``, ``checkpoint``, ``int8``, ``int8:token``, ``int8:group``, ``int8:rescaled`` or ``fp8``.
         checkpoint: the checkpoint's own activation scheme, used by ``checkpoint``.
-        group: weight group size; ``int8`` also tolerates finer activation groups of 128 and of this size.
+        group: weight group size; ``int8`` also tolerates finer activation groups of 128 and of this size, ``int8:group`` these alone.
     """
     if word == "checkpoint":
         if checkpoint is None:
@@ -159,8 +161,10 @@ def numerics_from_word(word: str, checkpoint: ActivationScheme | None = None, gr
     if word not in _WORDS:
         raise ValueDecodeError(f"numerics {word!r}", "unknown", f"use checkpoint, {', '.join(_WORDS)}")
     request = _WORDS[word]
-    if request.exact:
+    if request.exact or word == "int8:token":
         return request
     dtype = request.activations[0].dtype
+    if word == "int8:group":
+        request = Numerics()
     finer = {ActivationQuant(dtype, f"g{size}") for size in (128, group) if size}
     return Numerics(activations=tuple(sorted({*request.activations, *finer})), weights=request.weights)

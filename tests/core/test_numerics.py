@@ -66,6 +66,9 @@ def test_words_of_the_command_line():
     assert numerics_from_word("checkpoint", scheme).activations == (ActivationQuant("int8", "tensor", dynamic=False),)
     assert ActivationQuant("int8", "g32") in numerics_from_word("int8", group=32).activations
     assert numerics_from_word("int8:rescaled").weights == "rescaled"
+    assert numerics_from_word("int8:token", group=32).activations == (ActivationQuant("int8", "token"),)
+    groups = (ActivationQuant("int8", "g128"), ActivationQuant("int8", "g32"))
+    assert numerics_from_word("int8:group", group=32) == Numerics(activations=groups)
     with pytest.raises(ValueDecodeError, match="numerics 'fast'"):
         numerics_from_word("fast")
 

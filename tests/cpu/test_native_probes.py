@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from hal_backend_cpu import _native
 
 BYTES = 1 << 16
