@@ -11,12 +11,13 @@ import torch
 
 from hal_core.canonical import QuantizedTensor, pack_nibbles
 from hal_core.dtypes import torch_dtype
-from hal_core.kernel import EmbeddingKernel, Kernel, LinearKernel, LinearWeights, MoEKernel, MoEWeights
+from hal_core.kernel import EmbeddingKernel, Kernel, KVKernel, LinearKernel, LinearWeights, MoEKernel, MoEWeights
+from hal_core.kv.trial import kv_trial, trial_specs
 from hal_core.ops import Routed
 from hal_core.reference.linear import ReferenceEmbedding, ReferenceLinear
 from hal_core.reference.moe import ReferenceMoE
 from hal_core.schemes import Granularity, GranularityKind, WeightScheme, ZeroKind
-from hal_core.spec import Activation, EmbeddingSpec, LinearSpec, MoESpec
+from hal_core.spec import Activation, EmbeddingSpec, KVCacheSpec, LinearSpec, MoESpec
 from hal_core.verdicts import Trial
 
 if TYPE_CHECKING:
@@ -80,6 +81,9 @@ def _schemes(kernel: Kernel[Any]) -> Iterator[WeightScheme]:
 
 def _specs(kernel: Kernel[Any]) -> Iterator[Any]:
     does = replace(kernel.numerics, deterministic=False, batch_invariant=False)
+    if isinstance(kernel, KVKernel):
+        yield from trial_specs(kernel, does)
+        return
     sizes = {limit.dim: limit for limit in kernel.limits}
 
     def size(dim: str, wanted: int) -> int:
@@ -133,6 +137,8 @@ def random_weight(scheme: WeightScheme, *shape: int) -> QuantizedTensor:
 def _run(kernel: Kernel[Any], spec: Any, device: str) -> tuple[Tensor, Tensor]:
     """The kernel's output and the reference's, the latter computed on the CPU in the same dtypes."""
     torch.manual_seed(0)
+    if isinstance(kernel, KVKernel) and isinstance(spec, KVCacheSpec):
+        return kv_trial(kernel, spec, device)
     least, most = kernel.m_range
     rows = min(max(least, 3), most or 3)
     if isinstance(spec, MoESpec):

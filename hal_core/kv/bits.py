@@ -19,13 +19,14 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return codes.to(torch.uint8)
     if bits == 4 and count % 2 == 0:
-        low, high = codes.to(torch.uint8).unflatten(-1, (count // 2, 2)).unbind(-1)
+        low, high = codes.to(torch.uint8).reshape(*lead, count // 2, 2).unbind(-1)
         return low | (high << 4)
     wide = (codes.to(torch.int32).unsqueeze(-1) >> torch.arange(bits, device=codes.device, dtype=torch.int32)) & 1
     stream = wide.reshape(*lead, count * bits)
     stream = torch.nn.functional.pad(stream, (0, 8 * packed_bytes(count, bits) - count * bits))
     weights = torch.tensor([1 << i for i in range(8)], device=codes.device, dtype=torch.int32)
-    return (stream.unflatten(-1, (-1, 8)) * weights).sum(-1).to(torch.uint8)
+    packed: Tensor = (stream.reshape(*lead, packed_bytes(count, bits), 8) * weights).sum(-1)
+    return packed.to(torch.uint8)
 
 
 def unpack_codes(packed: Tensor, count: int, bits: int) -> Tensor:
@@ -35,6 +36,7 @@ def unpack_codes(packed: Tensor, count: int, bits: int) -> Tensor:
     if bits == 4:
         return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)[..., :count].to(torch.int32)
     stream = (packed.to(torch.int32).unsqueeze(-1) >> torch.arange(8, device=packed.device, dtype=torch.int32)) & 1
-    stream = stream.flatten(-2)[..., : count * bits].unflatten(-1, (count, bits))
+    stream = stream.flatten(-2)[..., : count * bits].reshape(*packed.shape[:-1], count, bits)
     weights = torch.tensor([1 << i for i in range(bits)], device=packed.device, dtype=torch.int32)
-    return (stream * weights).sum(-1).to(torch.int32)
+    codes: Tensor = (stream * weights).sum(-1)
+    return codes.to(torch.int32)

@@ -95,7 +95,8 @@ def _newton_step(law: _Law, levels: Tensor) -> Tensor:
     slope = torch.diag(mass)
     slope += torch.diag(torch.cat((upper, upper.new_zeros(1)))) + torch.diag(torch.cat((lower.new_zeros(1), lower)))
     slope += torch.diag(upper, 1) + torch.diag(lower, -1)
-    return -torch.linalg.solve(slope, levels * mass - moment)
+    step: Tensor = torch.linalg.solve(slope, levels * mass - moment)
+    return -step
 
 
 def _kept_rising(levels: Tensor, step: Tensor) -> Tensor:

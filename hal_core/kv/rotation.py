@@ -89,7 +89,8 @@ def rotation_matrix(dim: int, seed: int, device: torch.device = _CPU) -> Tensor:
     matrix = hadamard(dim)
     if matrix is None:
         factor, triangle = torch.linalg.qr(_normal(dim, dim, mixed_seed(seed, 3)))
-        return (factor * triangle.diagonal().sign()).float().to(device)
+        turned: Tensor = factor * triangle.diagonal().sign()
+        return turned.float().to(device)
     first, second = (random_signs(dim, mixed_seed(seed, word)) for word in (1, 2))
     return ((matrix * second) @ (matrix * first) / dim).float().to(device)
 
@@ -98,4 +99,5 @@ def rotation_matrix(dim: int, seed: int, device: torch.device = _CPU) -> Tensor:
 def projection_matrix(dim: int, seed: int, device: torch.device = _CPU) -> Tensor:
     """float32 ``[dim, dim]`` with independent random rows of length one, for the signs of a residual. Not to be written to."""
     rows = _normal(dim, dim, mixed_seed(seed, 4))
-    return (rows / rows.norm(dim=1, keepdim=True)).float().to(device)
+    lengths: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+    return (rows / lengths).float().to(device)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from hal_core.kernel import CONTRACT, Kernel
 from hal_core.manifest import BackendManifest
+from hal_core.reference.kv import ReferenceKV
 from hal_core.reference.linear import ReferenceEmbedding, ReferenceLinear
 from hal_core.reference.moe import ReferenceMoE
 
@@ -23,7 +24,7 @@ class ReferenceBackend:
         distribution="hal-core",
         contract=CONTRACT,
         torch=">=2.11",
-        ops=("linear", "moe", "embedding"),
+        ops=("linear", "moe", "embedding", "kv"),
         install="pip install hal-core",
     )
 
@@ -31,7 +32,7 @@ class ReferenceBackend:
         return machine.devices
 
     def kernels(self) -> tuple[Kernel[object], ...]:  # type: ignore[type-var]
-        return (ReferenceLinear(), ReferenceMoE(), ReferenceEmbedding())  # type: ignore[return-value]
+        return (ReferenceLinear(), ReferenceMoE(), ReferenceEmbedding(), ReferenceKV())  # type: ignore[return-value]
 
 
 backend = ReferenceBackend()
