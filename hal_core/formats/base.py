@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from hal_core.canonical import QuantizedTensor
+    from hal_core.kv.op import KVParams
     from hal_core.schemes import ActivationScheme, WeightScheme
 
 __all__ = ["Checkpoint", "Entry"]
@@ -66,3 +67,11 @@ class Checkpoint(ABC):
     @abstractmethod
     def load(self, name: str) -> Tensor:
         """An unquantized parameter in the file's dtype, freshly allocated."""
+
+    def kv_params(self) -> dict[int, KVParams]:
+        """Calibrated scales of an fp8 key/value cache by layer, for checkpoints that carry them.
+
+        Raises:
+            FormatError: scales that are incomplete, of a wrong shape or no positive numbers.
+        """
+        return {}

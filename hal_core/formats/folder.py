@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hal_core.errors import FormatError
 from hal_core.formats.base import Checkpoint, Entry
+from hal_core.formats.cache_scales import CACHE_SCALES, cache_notes, cache_params
 from hal_core.formats.layers import check_layers
 from hal_core.schemes import WeightScheme
 
@@ -19,14 +20,13 @@ if TYPE_CHECKING:
     from hal_core.formats.packing import Decision, Plan, Rules
     from hal_core.formats.safetensors_file import TensorInfo
     from hal_core.formats.tensor_store import TensorStore
+    from hal_core.kv.op import KVParams
 
 __all__ = ["FolderCheckpoint"]
 
 _FLOATS = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
 #: Modules that every method here quantizes unless its config says otherwise. Embeddings, norms and routers are not among them.
 _LINEAR = re.compile(r"(.*_proj|fc[12]|w[123]|query_key_value|dense_h_to_4h|dense_4h_to_h|c_attn|c_proj|c_fc)")
-#: Scales of a quantized KV cache, stored beside the weights; they are no parameters of the published checkpoint.
-_CACHE_SCALES = frozenset({"k_scale", "v_scale", "q_scale", "prob_scale"})
 _IN_BLOCKS = re.compile(r"(.*?\.)\d+\.")
 
 
@@ -45,9 +45,9 @@ class FolderCheckpoint(Checkpoint):
         self._rules, self._suffixes = rules, suffixes
         self._tails = tuple(suffix for suffix in suffixes if suffix.startswith("_"))
         self.entries: dict[str, Entry] = {}
-        self._cache_scales = 0
+        self._cache_scales: list[TensorInfo] = []
         self._collect()
-        self.notes = _cache_notes(self._cache_scales, config)
+        self.notes = cache_notes(len(self._cache_scales), config)
         check_layers(self.entries, config)
 
     def _collect(self) -> None:
@@ -62,8 +62,8 @@ class FolderCheckpoint(Checkpoint):
                 if modules[module]:
                     self._add_quantized(module, modules[module])
                     modules[module] = {}
-            elif self._rules is not None and name.rpartition(".")[2] in _CACHE_SCALES:
-                self._cache_scales += 1
+            elif self._rules is not None and name.rpartition(".")[2] in CACHE_SCALES:
+                self._cache_scales.append(info)  # no parameters of the published checkpoint
             else:
                 plain[name] = info
                 self.entries[name] = self._plain_entry(name, info)
@@ -150,16 +150,10 @@ class FolderCheckpoint(Checkpoint):
             raise self._wrong_call(name, "plain", "read")
         return self._infos[name].read()
 
+    def kv_params(self) -> dict[int, KVParams]:
+        return cache_params(self._cache_scales, self.config)
+
     def _wrong_call(self, name: str, kind: str, other: str) -> FormatError:
         if name in self.entries:
             return FormatError(f"tensor {name}", f"is not {kind} in this checkpoint", f"use {other}()")
         return FormatError(f"tensor {name}", f"not in the checkpoint {self.path}", "ask for one of its entries")
-
-
-def _cache_notes(scales: int, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """What the checkpoint says of its KV cache; the cache here is the caller's choice."""
-    if scales:
-        return (f"KV-cache scales are present and not used yet: {scales} tensors",)
-    quant = config.get("quantization_config")
-    asked = quant.get("kv_cache_scheme") if isinstance(quant, dict) else None
-    return ("the config's kv_cache_scheme is not used yet: the KV cache is not quantized",) if asked is not None else ()

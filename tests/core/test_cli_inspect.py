@@ -80,7 +80,7 @@ def test_parts_of_the_checkpoint_that_are_not_used_are_said(hal, tmp_path):
     tensors, config, _ = checkpoints.make("ct")
     tensors |= {f"model.layers.0.self_attn.{name}_scale": torch.ones(1) for name in "kv"}
     folder = checkpoints.write(tmp_path, tensors, config)
-    note = "KV-cache scales are present and not used yet: 2 tensors"
+    note = "KV-cache scales are present, which an fp8 cache uses: 2 tensors"
     assert f"note: {note}" in hal("inspect", folder)[1]
     assert json.loads(hal("inspect", folder, "--json")[1])["notes"] == [note]
 

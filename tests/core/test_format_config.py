@@ -228,12 +228,12 @@ def test_scales_of_a_quantized_cache_are_no_parameters(tmp_path):
     tensors |= {f"{LAYER}.self_attn.k_scale": torch.ones(1), f"{LAYER}.self_attn.v_scale": torch.ones(1)}
     checkpoint = open_checkpoint(checkpoints.write(tmp_path, tensors, config))
     assert not any(name.endswith("_scale") for name in checkpoint.entries)
-    assert checkpoint.notes == ("KV-cache scales are present and not used yet: 2 tensors",)
+    assert checkpoint.notes == ("KV-cache scales are present, which an fp8 cache uses: 2 tensors",)
 
 
 def test_a_cache_scheme_without_scales_is_said_not_to_be_used(tmp_path):
     checkpoint = opened(tmp_path, "ct", lambda quant: quant.update(kv_cache_scheme={"num_bits": 8, "type": "float"}))
-    assert checkpoint.notes == ("the config's kv_cache_scheme is not used yet: the KV cache is not quantized",)
+    assert checkpoint.notes == ("the config's kv_cache_scheme is not followed by itself: ask for a quantized KV cache",)
     assert opened(tmp_path / "other", "ct", lambda quant: quant.update(kv_cache_scheme=None)).notes == ()
 
 

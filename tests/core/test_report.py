@@ -29,6 +29,6 @@ def test_the_report_says_what_is_asked_what_is_computed_and_what_is_not_used(fol
     report = hal_core.load(folder, policy="require:reference").hal
     assert report.numerics == "checkpoint"
     assert report.computed == ("exact,deterministic",)
-    assert report.notes == ("KV-cache scales are present and not used yet: 2 tensors",)
+    assert report.notes == ("KV-cache scales are present, which an fp8 cache uses: 2 tensors",)
     assert "numerics checkpoint (computed: exact,deterministic)" in str(report)
     assert str(report).endswith(report.notes[0])
