@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hal_core.api import backends, candidates, explain, load, open_checkpoint, policy, prepare, probe, refresh, select
 from hal_core.errors import (
+    CapacityError,
     ContractError,
     FormatError,
     HalError,
@@ -21,6 +22,7 @@ from hal_core.errors import (
 )
 from hal_core.explain import Explanation
 from hal_core.kernel import LinearWeights, MoEWeights
+from hal_core.kv.scheme import KVScheme
 from hal_core.machine import Device, Machine
 from hal_core.manifest import BackendManifest
 from hal_core.numerics import ActivationQuant, Numerics, numerics_from_word
@@ -35,11 +37,17 @@ from hal_core.version import __version__
 
 if TYPE_CHECKING:
     from hal_core.canonical import QuantizedTensor
+    from hal_core.kv.cache import PagedKVCache
+    from hal_core.kv.make import kv_cache, kv_op
+    from hal_core.kv.op import KVOp, KVParams
     from hal_core.ops import Batched, Grouped, MoEExperts, QuantEmbedding, QuantizedActivation, QuantLinear, Routed
 
 #: Names whose modules import torch, which takes seconds that ``hal --help`` must not pay.
 _NEEDS_TORCH = {
     "QuantizedTensor": "canonical",
+    "PagedKVCache": "kv.cache",
+    **dict.fromkeys(("kv_cache", "kv_op"), "kv.make"),
+    **dict.fromkeys(("KVOp", "KVParams"), "kv.op"),
     **dict.fromkeys(("Batched", "Grouped", "MoEExperts", "QuantEmbedding", "QuantLinear", "QuantizedActivation", "Routed"), "ops"),
 }
 
@@ -51,6 +59,7 @@ __all__ = [
     "BackendRow",
     "Batched",
     "Candidate",
+    "CapacityError",
     "ContractError",
     "Device",
     "EmbeddingSpec",
@@ -63,6 +72,9 @@ __all__ = [
     "HalWarning",
     "Interval",
     "KVCacheSpec",
+    "KVOp",
+    "KVParams",
+    "KVScheme",
     "LinearSpec",
     "LinearWeights",
     "Machine",
@@ -72,6 +84,7 @@ __all__ = [
     "MoEWeights",
     "NoKernelError",
     "Numerics",
+    "PagedKVCache",
     "Policy",
     "PolicyError",
     "Probe",
@@ -93,6 +106,8 @@ __all__ = [
     "candidates",
     "diff",
     "explain",
+    "kv_cache",
+    "kv_op",
     "load",
     "numerics_from_word",
     "open_checkpoint",

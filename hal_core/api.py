@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from hal_core.formats.base import Checkpoint
     from hal_core.kernel import LinearWeights, MoEWeights
+    from hal_core.kv.op import KVParams
     from hal_core.ops import Op
     from hal_core.selection import Candidate, Selection
     from hal_core.spec import Spec
@@ -114,7 +115,9 @@ def _machine(machine: Machine | None) -> Machine:
     return local if machine is None or machine is local else with_software(machine, local)
 
 
-def prepare(spec: Spec, weights: LinearWeights | MoEWeights, policy: Policy | str | None = None, *, layer: str | None = None) -> Op:
+def prepare(
+    spec: Spec, weights: LinearWeights | MoEWeights | KVParams, policy: Policy | str | None = None, *, layer: str | None = None
+) -> Op:
     """Select a kernel on this machine, pack the canonical weights for it, and return the op, which carries its selection.
 
     Raises:
@@ -133,7 +136,12 @@ def prepare(spec: Spec, weights: LinearWeights | MoEWeights, policy: Policy | st
 
 
 def _without(
-    refused: Selection, error: UnfitWeightsError, spec: Spec, weights: LinearWeights | MoEWeights, chosen: Policy, layer: str | None
+    refused: Selection,
+    error: UnfitWeightsError,
+    spec: Spec,
+    weights: LinearWeights | MoEWeights | KVParams,
+    chosen: Policy,
+    layer: str | None,
 ) -> tuple[Selection, Any]:
     """Values of the weights, which no spec tells, do not suit the chosen layout: the next one serves, unless the policy forbids it."""
     registry = default_registry()

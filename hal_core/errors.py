@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from hal_core.refusal import Refusal
 
 __all__ = [
+    "CapacityError",
     "ContractError",
     "FormatError",
     "HalError",
@@ -66,6 +67,10 @@ class SettingError(HalError):
 
 class ShapeError(HalError):
     """A tensor whose shape, dtype or range does not fit the op it is given to."""
+
+
+class CapacityError(HalError):
+    """A cache without room for what is asked; nothing was changed."""
 
 
 class UnfitWeightsError(ShapeError):

@@ -129,7 +129,7 @@ REMEDIES = {
     "kv.head_dim": "Use another backend; the reference serves every size.",
     "kv.scales": (
         "Load scales from a checkpoint that carries them, or let the cache compute them from its first tokens "
-        '(`hal.kv_cache(.., scales="computed")`). Without `require`, default scales are served.'
+        '(`KVCacheSpec(.., scales="computed")`). Without `require`, default scales are served.'
     ),
     "routing.form": "Convert the routing before the call to a form that the kernel takes.",
     "shape.multiple": "Pad the dimension, shard by another degree, or use another kernel.",

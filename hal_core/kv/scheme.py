@@ -139,6 +139,11 @@ class KVScheme:
             raise ValueDecodeError(f"KV scheme {text[:60]!r}", "not understood", f"use one of {_KNOWN}")
         return cls(kind, rest[0] if rest else None)
 
+    @staticmethod
+    def pair(text: str) -> tuple[KVScheme, KVScheme]:
+        """Schemes of keys and values from one text; see :func:`parse_pair`."""
+        return parse_pair(text)
+
 
 def parse_pair(text: str) -> tuple[KVScheme, KVScheme]:
     """Schemes of keys and values: one for both (``turboquant:4``), ``k4v3`` for turboquant bits, or ``k=int8,v=turboquant:4``.
