@@ -25,9 +25,10 @@ from hal_core.spec import ACTIVATIONS, FLOATS, ROUTING_FORMS, EmbeddingSpec, KVC
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from hal_core.formats.unpack import Unpacker
     from hal_core.machine import Device, Machine
 
-__all__ = ["Backend", "checked_kernels", "kernel_problems"]
+__all__ = ["Backend", "checked_kernels", "checked_unpackers", "kernel_problems"]
 
 _KINDS: dict[type, type] = {LinearKernel: LinearSpec, MoEKernel: MoESpec, EmbeddingKernel: EmbeddingSpec, KVKernel: KVCacheSpec}
 _NAME = re.compile(r"[A-Za-z0-9_]+\Z")
@@ -45,6 +46,34 @@ class Backend(Protocol):
 
     def kernels(self) -> Iterable[Kernel[Any]]:
         """One instance of each kernel; cheap, called once."""
+
+    # Optional: ``unpackers() -> Iterable[hal_core.formats.unpack.Unpacker]``, ops that read checkpoints faster than torch does.
+
+
+def checked_unpackers(backend: object) -> tuple[tuple[Unpacker, ...], tuple[str, ...]]:
+    """What a plugin's object offers to readers of checkpoints, or every reason why it breaks the contract (then there are none)."""
+    offer = getattr(backend, "unpackers", None)
+    if offer is None:
+        return (), ()
+    if not callable(offer):
+        return (), (f"unpackers is {_shown(offer)}, not a method",)
+    offered = tuple(offer())
+    problems = [f"unpacker {_label(each)}: {problem}" for each in offered for problem in _unpacker_problems(each)]
+    names = [getattr(each, "name", None) for each in offered]
+    problems += [f"unpacker {name}: the name is registered {names.count(name)} times" for name in {*names} if names.count(name) > 1]
+    return ((), tuple(problems)) if problems else (offered, ())
+
+
+def _unpacker_problems(unpacker: object) -> Iterator[str]:
+    if isinstance(unpacker, type):
+        yield "is a class: register an instance"
+        return
+    name = getattr(unpacker, "name", None)
+    if not isinstance(name, str) or not _NAME.match(name):
+        yield f"name {name!r} must be letters, digits and underscores"
+    for method in ("codes", "turn"):
+        if not callable(getattr(unpacker, method, None)):
+            yield f"has no method {method}()"
 
 
 def checked_kernels(backend: object, manifest: BackendManifest | None, owner: str) -> tuple[tuple[Kernel[Any], ...], tuple[Refusal, ...]]:

@@ -14,7 +14,7 @@ from hal_core.errors import HalWarning
 if TYPE_CHECKING:
     from hal_core.selection import Selection
 
-__all__ = ["ToldNote", "forget_notes", "tell", "told_notes"]
+__all__ = ["ToldNote", "forget_notes", "say", "tell", "told_notes"]
 
 _log = logging.getLogger("hal_core")
 _lock = threading.Lock()
@@ -38,15 +38,20 @@ class ToldNote:
 def tell(selection: Selection, layer: str | None = None) -> None:
     """Log and warn of a selection's notes the first time that they are met; count them after that."""
     for note in selection.notes:
-        with _lock:
-            known = _counts.get(note)
-            if known is not None:
-                known[1] = int(known[1]) + 1
-                continue
-            _counts[note] = [layer or "", 1]
-        text = f"layer {layer}: {note}" if layer else note
-        _log.warning("%s", text)
-        warnings.warn(text, HalWarning, stacklevel=_caller())
+        say(note, layer)
+
+
+def say(note: str, layer: str | None) -> None:
+    """Log and warn of a note the first time that it is met; count it after that."""
+    with _lock:
+        known = _counts.get(note)
+        if known is not None:
+            known[1] = int(known[1]) + 1
+            return
+        _counts[note] = [layer or "", 1]
+    text = f"layer {layer}: {note}" if layer else note
+    _log.warning("%s", text)
+    warnings.warn(text, HalWarning, stacklevel=_caller())
 
 
 def _caller() -> int:

@@ -11,7 +11,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from hal_core import settings
-from hal_core.contract import checked_kernels
+from hal_core.contract import checked_kernels, checked_unpackers
 from hal_core.foreign_wheels import FOREIGN, foreign_manifest, foreign_refusals
 from hal_core.kernel import Kernel
 from hal_core.machine import Machine
@@ -21,7 +21,12 @@ from hal_core.refusal import Refusal
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["GROUP", "REFERENCE", "BackendRow", "Judged", "RegisteredKernel", "Registry", "default_registry", "judged", "loaded"]
+    from hal_core.formats.unpack import Unpacker
+
+__all__ = [
+    "GROUP", "REFERENCE", "BackendRow", "Judged", "RegisteredKernel", "RegisteredUnpacker", "Registry", "default_registry", "judged",
+    "loaded",
+]  # fmt: skip
 
 GROUP = "hal_core.backends"
 REFERENCE = "reference"
@@ -61,6 +66,23 @@ class RegisteredKernel:
     kernel: Kernel[Any]
 
 
+@dataclass(frozen=True, eq=False)
+class RegisteredUnpacker:
+    """An op that reads checkpoints, under its full name ``backend.unpacker``."""
+
+    name: str
+    unpacker: Unpacker
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What became of one backend; nothing is registered unless its row is healthy."""
+
+    row: BackendRow
+    kernels: tuple[RegisteredKernel, ...] = ()
+    unpackers: tuple[RegisteredUnpacker, ...] = ()
+
+
 @dataclass(frozen=True)
 class _Owner:
     name: str
@@ -95,7 +117,7 @@ class Registry:
         self._given = None if entry_points is None else tuple(entry_points)
         self._machine, self._reference = machine, reference
         self._lock = threading.RLock()
-        self._loaded: tuple[tuple[BackendRow, ...], tuple[RegisteredKernel, ...]] | None = None
+        self._loaded: tuple[tuple[BackendRow, ...], tuple[RegisteredKernel, ...], tuple[RegisteredUnpacker, ...]] | None = None
 
     def rows(self) -> tuple[BackendRow, ...]:
         """Every backend found, healthy or not, sorted by name; the reference backend last."""
@@ -104,6 +126,10 @@ class Registry:
     def kernels(self) -> tuple[RegisteredKernel, ...]:
         """Kernels of the loaded backends, sorted by full name."""
         return self._load()[1]
+
+    def unpackers(self) -> tuple[RegisteredUnpacker, ...]:
+        """Readers' ops of the backends that have a device here, sorted by full name."""
+        return self._load()[2]
 
     def kernel(self, name: str) -> Kernel[Any]:
         """The kernel of a full name.
@@ -122,29 +148,30 @@ class Registry:
             importlib.invalidate_caches()
             self._loaded = None
 
-    def _load(self) -> tuple[tuple[BackendRow, ...], tuple[RegisteredKernel, ...]]:
+    def _load(self) -> tuple[tuple[BackendRow, ...], tuple[RegisteredKernel, ...], tuple[RegisteredUnpacker, ...]]:
         with self._lock:
             if self._loaded is None:
                 self._loaded = self._read()
             return self._loaded
 
-    def _read(self) -> tuple[tuple[BackendRow, ...], tuple[RegisteredKernel, ...]]:
+    def _read(self) -> tuple[tuple[BackendRow, ...], tuple[RegisteredKernel, ...], tuple[RegisteredUnpacker, ...]]:
         machine = self._machine or Machine.detect()
         entries, rows = judged(machine, self._given)
-        table, kernels = list(rows), list[RegisteredKernel]()
+        table, every = list(rows), list[_Found]()
         taken = {REFERENCE: _Owner(REFERENCE, "hal-core", "")}
         for entry in entries:
-            row, new = _row_of(entry, machine, taken)
-            table.append(row)
-            kernels += new
-            if row.loaded:
-                taken[row.name] = _owner(entry.entry_point)
+            found = _found(entry, machine, taken)
+            table.append(found.row)
+            every.append(found)
+            if found.row.loaded:
+                taken[found.row.name] = _owner(entry.entry_point)
         table.sort(key=lambda row: (row.name, row.distribution))
         if self._reference:
-            row, new = _reference_row(machine)
-            table.append(row)
-            kernels += new
-        return tuple(table), tuple(sorted(kernels, key=lambda k: k.name))
+            every.append(_reference(machine))
+            table.append(every[-1].row)
+        kernels = sorted((kernel for found in every for kernel in found.kernels), key=lambda k: k.name)
+        unpackers = sorted((each for found in every if found.row.status == "ready" for each in found.unpackers), key=lambda u: u.name)
+        return tuple(table), tuple(kernels), tuple(unpackers)
 
 
 def judged(machine: Machine, given: Iterable[metadata.EntryPoint] | None = None) -> tuple[tuple[Judged, ...], tuple[BackendRow, ...]]:
@@ -168,8 +195,13 @@ def _judge(entry_point: metadata.EntryPoint, machine: Machine) -> Judged:
     return Judged(entry_point, manifest, None if crash is None else _bad(owner, "crashed", (crash,), manifest))
 
 
-def loaded(entry: Judged, machine: Machine) -> tuple[BackendRow, list[RegisteredKernel]]:
+def loaded(entry: Judged, machine: Machine) -> tuple[BackendRow, tuple[RegisteredKernel, ...]]:
     """Import what passed its verdict; its row, and its kernels when it is healthy."""
+    found = _imported(entry, machine)
+    return found.row, found.kernels
+
+
+def _imported(entry: Judged, machine: Machine) -> _Found:
     return _guarded(entry.entry_point.load, _owner(entry.entry_point), entry.manifest, machine)
 
 
@@ -223,26 +255,24 @@ def _owner(entry_point: metadata.EntryPoint) -> _Owner:
     return _Owner(entry_point.name, dist.metadata["Name"] or "unnamed distribution", dist.metadata["Version"] or "")
 
 
-def _row_of(entry: Judged, machine: Machine, taken: dict[str, _Owner]) -> tuple[BackendRow, list[RegisteredKernel]]:
+def _found(entry: Judged, machine: Machine, taken: dict[str, _Owner]) -> _Found:
     owner = _owner(entry.entry_point)
     if owner.name in taken and entry.manifest is not None:
         other = taken[owner.name].distribution
         found = f"{owner.distribution} and {other} both register it; {other} is used"
         reason = Refusal("backend.invalid", f"one backend named {owner.name!r}", found, f"pip uninstall {owner.distribution}, or {other}")
-        return _bad(owner, "refused", (reason,), entry.manifest), []
-    return (entry.row, []) if entry.row is not None else loaded(entry, machine)
+        return _Found(_bad(owner, "refused", (reason,), entry.manifest))
+    return _Found(entry.row) if entry.row is not None else _imported(entry, machine)
 
 
-def _reference_row(machine: Machine) -> tuple[BackendRow, list[RegisteredKernel]]:
+def _reference(machine: Machine) -> _Found:
     from hal_core.version import __version__
 
     module, name = _REFERENCE_OBJECT
     return _guarded(lambda: getattr(importlib.import_module(module), name), _Owner(REFERENCE, "hal-core", __version__), None, machine)
 
 
-def _guarded(
-    load: Callable[[], Any], owner: _Owner, manifest: BackendManifest | None, machine: Machine
-) -> tuple[BackendRow, list[RegisteredKernel]]:
+def _guarded(load: Callable[[], Any], owner: _Owner, manifest: BackendManifest | None, machine: Machine) -> _Found:
     """Run a plugin's code. Whatever it raises, also SystemExit, becomes its row; only the user's Ctrl-C passes."""
     try:
         backend = load()
@@ -251,9 +281,11 @@ def _guarded(
     except BaseException as error:  # noqa: BLE001 - a plugin may raise anything
         _trace(owner)
         fix = f"pip install --force-reinstall --no-deps {owner.distribution}; HAL_DEBUG=1 shows the traceback"
-        return _bad(owner, "failed", (Refusal("backend.import", f"an importable {owner}", _told(error), fix),), manifest), []
+        return _Found(_bad(owner, "failed", (Refusal("backend.import", f"an importable {owner}", _told(error), fix),), manifest))
     try:
         kernels, refusals = checked_kernels(backend, manifest, str(owner))
+        unpackers, problems = ((), ()) if refusals else checked_unpackers(backend)
+        refusals += tuple(_invalid(owner, problem) for problem in problems)
         devices = () if refusals else tuple(backend.devices(machine))
     except KeyboardInterrupt:
         raise
@@ -262,11 +294,18 @@ def _guarded(
         found = f"registering raised {_told(error)}"
         refusals = (Refusal("backend.invalid", f"a valid {owner}", found, "tell its authors; HAL_DEBUG=1 shows the traceback"),)
     if refusals:
-        return _bad(owner, "failed", refusals, manifest), []
-    registered = [RegisteredKernel(f"{owner.name}.{kernel.name}", owner.name, kernel) for kernel in kernels]
+        return _Found(_bad(owner, "failed", refusals, manifest))
+    registered = tuple(RegisteredKernel(f"{owner.name}.{kernel.name}", owner.name, kernel) for kernel in kernels)
+    readers = tuple(RegisteredUnpacker(f"{owner.name}.{each.name}", each) for each in unpackers)
     names = tuple(sorted(k.name for k in registered))
     status, reasons = ("ready", ()) if devices else ("no_device", (_no_device(owner, machine),))
-    return BackendRow(owner.name, owner.distribution, owner.version, status, reasons, backend.manifest, names), registered
+    row = BackendRow(owner.name, owner.distribution, owner.version, status, reasons, backend.manifest, names)
+    return _Found(row, registered, readers)
+
+
+def _invalid(owner: _Owner, problem: str) -> Refusal:
+    fix = "the plugin's author must answer it; see docs/write-a-backend.md"
+    return Refusal("backend.invalid", f"a valid backend from {owner}", problem, fix)
 
 
 def _no_device(owner: _Owner, machine: Machine) -> Refusal:

@@ -16,10 +16,11 @@ from torch.nn.functional import pad
 
 from hal_core.canonical import QuantizedTensor, unpack_nibbles
 from hal_core.errors import FormatError
-from hal_core.formats.bitstream import canonical_codes, pack_fields, stored_codes, unpack_fields, unsigned_storage
+from hal_core.formats.bitstream import pack_fields, stored_codes, unpack_fields, unsigned_storage
 from hal_core.formats.gptq_tensors import group_count
+from hal_core.formats.nibble_pairs import COLUMNS
 from hal_core.formats.packing import Packing, Plan, check_scales, check_symmetric, expect, expect_float, expect_part
-from hal_core.turn import turn
+from hal_core.formats.unpack import turned, unpacked
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,12 +31,6 @@ if TYPE_CHECKING:
     from hal_core.formats.safetensors_file import TensorInfo
 
 __all__ = ["AWQGemvPacking", "AWQPacking"]
-
-#: Column of the eight held by each nibble of a word, and where each column's nibble is.
-_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
-_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
-#: Bytes of words in work at a time: about a core's second-level cache.
-_CHUNK = 1 << 21
 
 
 class AWQPacking(Packing):
@@ -58,15 +53,16 @@ class AWQPacking(Packing):
         return Plan(module, rule, parts, (n, k), rule.scheme(k))
 
     def unpack(self, tensors: Mapping[str, Tensor], plan: Plan) -> QuantizedTensor:
-        (n, k), module = plan.shape, plan.module
+        k, module = plan.shape[1], plan.module
         symmetric = bool(plan.rule.symmetric)
-        values = canonical_codes(_pair_rows(tensors["qweight"]), 4, k, symmetric, reuse=True)
-        scales = turn(tensors["scales"])
+        values = unpacked(tensors["qweight"], "awq", 4, k, symmetric)
+        scales = turned(tensors["scales"])
         check_scales(scales, f"{module}.scales")
-        zeros = unpack_fields(tensors["qzeros"], 4, n).view(-1, n // 8, 8)[..., _NIBBLES].flatten(-2)
+        groups = scales.shape[1]
+        zeros = unpack_nibbles(unpacked(tensors["qzeros"], "awq", 4, groups, False), groups)
         if symmetric:
             check_symmetric(zeros, 4, f"{module}.qzeros")
-        return QuantizedTensor(plan.scheme, plan.shape, values, scales, zeros=None if symmetric else turn(zeros))
+        return QuantizedTensor(plan.scheme, plan.shape, values, scales, zeros=None if symmetric else zeros)
 
     def pack(self, weight: QuantizedTensor, rule: Rule) -> dict[str, Tensor]:
         n, k = weight.shape
@@ -106,7 +102,7 @@ class AWQGemvPacking(Packing):
         check_scales(scales, f"{module}.scales")
         zeros = unpack_fields(tensors["qzeros"], 4, groups).contiguous()
         symmetric = bool(plan.rule.symmetric)
-        values = canonical_codes(tensors["qweight"], 4, k, symmetric)
+        values = unpacked(tensors["qweight"], "rows", 4, k, symmetric)
         if symmetric:
             check_symmetric(zeros, 4, f"{module}.qzeros")
         return QuantizedTensor(plan.scheme, plan.shape, values, scales, zeros=None if symmetric else zeros)
@@ -137,38 +133,4 @@ def _gemv_width(k: int, group: int, name: str) -> int:
 
 def _interleave(codes: Tensor) -> Tensor:
     """uint8 ``[R, N]`` to words ``[R, N/8]`` in the order above."""
-    return pack_fields(codes.reshape(codes.shape[0], -1, 8)[..., _COLUMNS].flatten(-2), 4)
-
-
-def _pair_rows(qweight: Tensor) -> Tensor:
-    """Words ``[K, N/8]`` to canonical nibble pairs uint8 ``[N, ceil(K/2)]``.
-
-    Some columns of words at a time: what is in work stays in the processor's cache.
-    """
-    k, words = qweight.shape
-    if k % 2:
-        qweight = pad(qweight, (0, 0, 0, 1))
-    half = (k + 1) // 2
-    out = torch.empty(words, 2, 2, 2, half, dtype=torch.uint8)
-    step = max(16, _CHUNK // (8 * half))
-    for start in range(0, words, step):
-        _pair_words(qweight.view(half, 2, words)[..., start : start + step], out[start : start + step])
-    return out.view(words * 8, half)
-
-
-def _pair_words(rows: Tensor, out: Tensor) -> None:
-    """int32 ``[K/2, 2, W]`` to ``out`` uint8 ``[W, 2, 2, 2, K/2]``: the eight columns of each word, each a row of nibble pairs.
-
-    Two rows exchange nibbles, so that each byte holds one column of both; then the bytes are turned, in blocks of rows.
-    """
-    half, _, words = rows.shape
-    even, odd = rows[:, 0], rows[:, 1]
-    pairs = torch.empty(2, half, words, dtype=torch.int32)
-    moved = (even >> 4).bitwise_xor_(odd).bitwise_and_(0x0F0F0F0F)
-    torch.bitwise_xor(odd, moved, out=pairs[1])
-    torch.bitwise_xor(even, moved.bitwise_left_shift_(4), out=pairs[0])
-    blocks = next(count for count in (8, 4, 2, 1) if half % count == 0)
-    turned = turn(pairs.view(torch.uint8).view(2 * blocks, half // blocks, 4 * words))
-    # of the 8 nibbles, the lowest bit of the index chose the row of `pairs`, the upper two the byte: see _COLUMNS
-    columns = turned.view(2, blocks, words, 2, 2, half // blocks).permute(2, 4, 0, 3, 1, 5)
-    out.view(words, 2, 2, 2, blocks, half // blocks).copy_(columns)
+    return pack_fields(codes.reshape(codes.shape[0], -1, 8)[..., COLUMNS].flatten(-2), 4)

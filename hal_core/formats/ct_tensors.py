@@ -19,10 +19,10 @@ from torch.nn.functional import pad
 from hal_core.canonical import QuantizedTensor, unpack_nibbles
 from hal_core.errors import FormatError
 from hal_core.fields import split_last
-from hal_core.formats.bitstream import canonical_codes, pack_fields, unpack_fields, unsigned_storage
+from hal_core.formats.bitstream import pack_fields, unsigned_storage
 from hal_core.formats.gptq_tensors import group_count
 from hal_core.formats.packing import Packing, Plan, check_scales, expect, expect_float, expect_part
-from hal_core.turn import turn
+from hal_core.formats.unpack import turned, turned_words, unpacked
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -48,14 +48,14 @@ class CTPackedPacking(Packing):
 
     def codes(self, words: Tensor, bits: int, k: int, signed: bool) -> Tensor:
         """Canonical storage of packed codes, in fresh memory."""
-        return canonical_codes(words, bits, k, signed)
+        return unpacked(words, "rows", bits, k, signed)
 
-    def fields(self, words: Tensor, bits: int, count: int) -> Tensor:
-        """A byte for each packed code."""
-        return unpack_fields(words, bits, count)
+    def zeros(self, words: Tensor, bits: int, count: int) -> Tensor:
+        """Zero points uint8 ``[N, G]`` of words that are packed along N."""
+        return turned_words(words, bits, count)
 
     def stored(self, codes: Tensor, bits: int) -> Tensor:
-        """Inverse of :meth:`fields`."""
+        """Words of codes, a byte each."""
         return pack_fields(codes, bits)
 
     def plan(self, module: str, parts: Mapping[str, TensorInfo], rule: Rule) -> Plan:
@@ -102,7 +102,7 @@ class CTPackedPacking(Packing):
             g_idx = g_idx if plan.scheme.act_order else None
         if plan.rule.symmetric:
             return QuantizedTensor(plan.scheme, plan.shape, values, scales, g_idx=g_idx)
-        zeros = turn(self.fields(turn(tensors["weight_zero_point"]), bits, n))
+        zeros = self.zeros(tensors["weight_zero_point"], bits, n)
         return QuantizedTensor(plan.scheme, plan.shape, values, scales, zeros=zeros, g_idx=g_idx)
 
     def pack(self, weight: QuantizedTensor, rule: Rule) -> dict[str, Tensor]:
@@ -128,10 +128,13 @@ class CTTensPacking(CTPackedPacking):
         return -(-count // 10) if bits == 3 else super().words(count, bits)
 
     def codes(self, words: Tensor, bits: int, k: int, signed: bool) -> Tensor:
-        codes = self.fields(words, bits, k)
+        codes = self._fields(words, bits, k)
         return codes.view(torch.int8).sub_(1 << (bits - 1)) if signed else codes
 
-    def fields(self, words: Tensor, bits: int, count: int) -> Tensor:
+    def zeros(self, words: Tensor, bits: int, count: int) -> Tensor:
+        return turned(self._fields(turned(words), bits, count))
+
+    def _fields(self, words: Tensor, bits: int, count: int) -> Tensor:
         shifts = torch.arange(0, 10 * bits, bits, dtype=torch.int32)
         return ((words.unsqueeze(-1) >> shifts) & 7).to(torch.uint8).flatten(-2)[..., :count].contiguous()
 

@@ -12,9 +12,9 @@ import torch
 
 from hal_core.canonical import QuantizedTensor
 from hal_core.errors import FormatError
-from hal_core.formats.bitstream import canonical_codes, pack_fields, stored_codes, unpack_fields, unsigned_storage
+from hal_core.formats.bitstream import pack_fields, stored_codes, unpack_fields, unsigned_storage
 from hal_core.formats.packing import Packing, Plan, check_scales, check_symmetric, expect, expect_float, expect_part
-from hal_core.turn import turn
+from hal_core.formats.unpack import turned, turned_fields, unpacked
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,18 +33,18 @@ def group_count(k: int, group: int) -> int:
 
 
 def add_one(words: Tensor, bits: int, count: int) -> Tensor:
-    """True zero points uint8 ``[.., count]`` of words that hold them minus one.
+    """True zero points uint8 ``[count, G]`` of words ``[G, W]`` that hold them minus one.
 
     For 2, 4 and 8 bits the writer subtracted one from every field of the word at once, so a zero point of 0 borrowed from
     its neighbour: only adding to the whole word undoes that. 3-bit fields straddle words and were lowered one by one.
     """
     if 32 % bits:
-        return (unpack_fields(words, bits, count) + 1) & ((1 << bits) - 1)
-    return unpack_fields(_shift_words(words, _ones(bits)), bits, count)
+        return turned((unpack_fields(words, bits, count) + 1) & ((1 << bits) - 1))
+    return turned_fields(_shift_words(words, _ones(bits)), bits, count)
 
 
 def subtract_one(zeros: Tensor, bits: int) -> Tensor:
-    """Inverse of :func:`add_one`: uint8 ``[.., count]`` to words."""
+    """Inverse of :func:`add_one`, but of rows: uint8 ``[G, count]`` to words."""
     if 32 % bits:
         return pack_fields((zeros - 1) & ((1 << bits) - 1), bits)
     return _shift_words(pack_fields(zeros, bits), -_ones(bits))
@@ -92,8 +92,8 @@ class GPTQPacking(Packing):
     def unpack(self, tensors: Mapping[str, Tensor], plan: Plan) -> QuantizedTensor:
         k, bits, module = plan.shape[1], plan.rule.bits, plan.module
         symmetric = bool(plan.rule.symmetric)
-        values = canonical_codes(turn(tensors["qweight"]), bits, k, symmetric, reuse=True)
-        scales = turn(tensors["scales"])
+        values = unpacked(tensors["qweight"], "columns", bits, k, symmetric)
+        scales = turned(tensors["scales"])
         check_scales(scales, f"{module}.scales")
         g_idx = _group_index(tensors.get("g_idx"), plan, scales.shape[1])
         zeros = None if symmetric and self._middle_only(tensors["qzeros"], plan.rule) else self._zeros(tensors["qzeros"], plan)
@@ -109,10 +109,10 @@ class GPTQPacking(Packing):
     def _zeros(self, words: Tensor, plan: Plan) -> Tensor:
         """True zero points ``[N, G]``; of a symmetric weight they are checked."""
         bits, n = plan.rule.bits, plan.shape[0]
-        zeros = add_one(words, bits, n) if plan.rule.zero_minus_one else unpack_fields(words, bits, n)
+        zeros = add_one(words, bits, n) if plan.rule.zero_minus_one else turned_fields(words, bits, n)
         if plan.rule.symmetric:
             check_symmetric(zeros, bits, f"{plan.module}.qzeros")
-        return turn(zeros)
+        return zeros
 
     def pack(self, weight: QuantizedTensor, rule: Rule) -> dict[str, Tensor]:
         (n, k), bits = weight.shape, rule.bits
