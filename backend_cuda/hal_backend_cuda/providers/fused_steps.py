@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from hal_backend_cuda.providers.steps import Sorted, TorchSteps
 
+from hal_core.check import device_flag
 from hal_core.reference.activations import SWIGLU_OAI_ALPHA
 
 if TYPE_CHECKING:
@@ -42,8 +43,7 @@ class TritonSteps:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        #: Two words: slot and id of the first id out of range, and top_k.
-        self.flag = torch.zeros(2, dtype=torch.int64, device=device)
+        self.flag = device_flag(device)
         self.scratch: dict[int, Tensor] = {}
 
     def sort(self, route: Route, block: int, places: int) -> Sorted:

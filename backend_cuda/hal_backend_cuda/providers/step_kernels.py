@@ -135,10 +135,11 @@ def weighted_sum(
     row = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BH + tl.arange(0, BH)
     total = tl.zeros((BH,), tl.float32)
+    lane = tl.arange(0, 1)  # vectors of one, which the interpreter masks as a GPU does
     for j in tl.static_range(TOP_K):
         slot = row * TOP_K + j
-        local, _ = local_expert(tl.load(ids_ptr + slot), map_ptr, num_experts, experts, HAS_MAP)
-        weight = tl.load(weights_ptr + slot) * scaling
+        local, _ = local_expert(tl.load(ids_ptr + slot + lane), map_ptr, num_experts, experts, HAS_MAP)
+        weight = tl.load(weights_ptr + slot + lane) * scaling
         part = tl.load(y_ptr + slot * H + h, mask=(h < H) & (local >= 0), other=0.0).to(tl.float32)
         part = tl.where(local >= 0, part * weight, 0.0)
         if SUM:

@@ -23,7 +23,9 @@ def linear(text, **changes):
 
 def experts(text, **changes):
     scheme = WeightScheme.parse(text)
-    return MoESpec(**{"num_experts": 8, "top_k": 2, "hidden": 512, "intermediate": 256, "up": scheme, "down": scheme, "gate": scheme, **changes})
+    return MoESpec(
+        **{"num_experts": 8, "top_k": 2, "hidden": 512, "intermediate": 256, "up": scheme, "down": scheme, "gate": scheme, **changes}
+    )
 
 
 def codes(name, spec, machine=H200):
@@ -105,7 +107,9 @@ def test_refusals_of_experts():
 
 
 def test_processors_and_old_devices_are_refused():
-    assert codes("linear_humming_w4a16", linear("int4:g128"), replace(load_facts("avx2-laptop"), versions=H200.versions)) == ["device.missing"]
+    assert codes("linear_humming_w4a16", linear("int4:g128"), replace(load_facts("avx2-laptop"), versions=H200.versions)) == [
+        "device.missing"
+    ]
     turing = replace(H200, devices=(replace(H200.devices[1], architecture="sm_75"),))
     assert codes("linear_humming_w4a16", linear("int4:g128"), turing) == ["dtype.activation"]
     assert codes("linear_humming_w4a16", linear("int4:g128", dtype="fp16"), turing) == []
