@@ -35,7 +35,8 @@ _BEYOND_AVX512 = ("avx512_", "avx_vnni", "amx")
 _ABOVE = {
     "avx2": ("avx512", "avx_vnni", "amx"),
     "avx512": _BEYOND_AVX512,
-    "avx512bf16": tuple(name for name in _X86 if name.startswith(_BEYOND_AVX512) and name != "avx512_bf16"),
+    "avx512vnni": tuple(name for name in _X86 if name.startswith(_BEYOND_AVX512) and name != "avx512_vnni"),
+    "avx512bf16": tuple(name for name in _X86 if name.startswith(_BEYOND_AVX512) and name not in {"avx512_vnni", "avx512_bf16"}),
 }
 _VENDORS = {"GenuineIntel": "intel", "AuthenticAMD": "amd", "HygonGenuine": "hygon"}
 

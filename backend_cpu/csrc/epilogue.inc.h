@@ -1,5 +1,5 @@
 // What surrounds the inner product: rows in, bias, activation, weighted sum, rows out. Included
-// inside an anonymous namespace, after walk.inc.h.
+// inside an anonymous namespace, after tile_block.inc.h.
 
 HAL_INLINE void store_kind(void* base, FloatKind kind, int64_t index, VF v) {
   switch (kind) {
@@ -55,7 +55,7 @@ static bool load_row(const void* src, FloatKind kind, const int32_t* perm, float
   return inside;
 }
 
-static void block_sums(const float* x, int64_t k, int64_t group, float* sums) {
+[[maybe_unused]] static void block_sums(const float* x, int64_t k, int64_t group, float* sums) {
   for (int64_t first = 0; first < k; first += group) {
     const int64_t last = first + group < k ? first + group : k;
     for (int64_t begin = first; begin < last; begin += kBlock) {
@@ -70,27 +70,6 @@ static void block_sums(const float* x, int64_t k, int64_t group, float* sums) {
         for (int64_t j = 0; j < half; ++j) lane[j] += lane[j + half];
       *sums++ = lane[0];
     }
-  }
-}
-
-static void linear(const Matrix& m, int64_t tile, int64_t tiles, const Rows& rows,
-                   void* const* out, FloatKind out_kind) {
-  constexpr int64_t kLine = kTilesPerCall * kTile;
-  alignas(64) float buffer[kMaxRows * kLine];
-  for (int64_t r0 = 0; r0 < rows.count;) {
-    const int64_t step = next_rows(rows.count - r0);
-    rows_block(m, tile, tiles, rows, r0, step, buffer);
-    for (int64_t c = 0; c < tiles; ++c) {
-      const int64_t col = (tile + c) * kTile;
-      const VF bias =
-          m.bias ? load_lanes(m.bias, m.bias_kind, col, m.n - col) : vzero();
-      for (int64_t r = 0; r < step; ++r) {
-        VF v = vload(buffer + r * kLine + c * kTile);
-        if (m.bias) v = vadd(v, bias);
-        store_lanes(out[r0 + r], out_kind, col, v, m.n - col);
-      }
-    }
-    r0 += step;
   }
 }
 
@@ -152,35 +131,6 @@ HAL_INLINE VF gated(bool has_gate, VF gate, VF up, const Activation& act) {
   const VF value = activate(has_gate ? gate : up, act);
   if (!has_gate) return value;
   return vmul(act.kind == kSwigluOai ? vadd(up, vset(1.0f)) : up, value);
-}
-
-static void gate_up(const Matrix* gate, const Matrix& up, int64_t tile, int64_t tiles,
-                    const Rows& gate_rows, const Rows& up_rows, const Activation& act,
-                    float* const* h) {
-  constexpr int64_t kLine = kTilesPerCall * kTile;
-  alignas(64) float a[kMaxRows * kLine];
-  alignas(64) float b[kMaxRows * kLine];
-  for (int64_t r0 = 0; r0 < up_rows.count;) {
-    const int64_t step = next_rows(up_rows.count - r0);
-    if (gate) rows_block(*gate, tile, tiles, gate_rows, r0, step, a);
-    rows_block(up, tile, tiles, up_rows, r0, step, b);
-    for (int64_t c = 0; c < tiles; ++c) {
-      const int64_t col = (tile + c) * kTile;
-      const int64_t lanes = up.n - col < kTile ? up.n - col : kTile;
-      const VF up_bias = up.bias ? load_lanes(up.bias, up.bias_kind, col, lanes) : vzero();
-      const VF gate_bias =
-          gate && gate->bias ? load_lanes(gate->bias, gate->bias_kind, col, lanes) : vzero();
-      for (int64_t r = 0; r < step; ++r) {
-        const VF u = vadd(vload(b + r * kLine + c * kTile), up_bias);
-        const VF g = gate ? vadd(vload(a + r * kLine + c * kTile), gate_bias) : u;
-        float* dst = h[r0 + r] + col;
-        vstore(dst, gated(gate != nullptr, g, u, act));
-        // The next matrix reads whole words of k: what lies past the last column must be zero.
-        for (int64_t j = lanes; j < kTile; ++j) dst[j] = 0.0f;
-      }
-    }
-    r0 += step;
-  }
 }
 
 static void combine(const float* const* rows, const float* weights, int64_t count, float scaling,

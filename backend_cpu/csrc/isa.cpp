@@ -10,7 +10,8 @@
 namespace hal_cpu {
 namespace {
 
-constexpr Isa kLevels[] = {Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Bf16};
+constexpr Isa kLevels[] = {Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Vnni, Isa::kAvx512Bf16};
+constexpr const char* kNames = "avx2, avx512, avx512vnni or avx512bf16";
 
 // The register state the operating system saves; reading it needs OSXSAVE.
 unsigned long long saved_state() {
@@ -32,7 +33,8 @@ Isa measure() {
   if (!(b & (1u << 5))) return Isa::kNone;
   const unsigned wanted = (1u << 16) | (1u << 17) | (1u << 30) | (1u << 31);  // F DQ BW VL
   if ((b & wanted) != wanted || (state & 0xe6) != 0xe6) return Isa::kAvx2;
-  if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a & (1u << 5))) return Isa::kAvx512;
+  if (!(c & (1u << 11))) return Isa::kAvx512;
+  if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a & (1u << 5))) return Isa::kAvx512Vnni;
   return Isa::kAvx512Bf16;
 }
 
@@ -80,6 +82,8 @@ const char* isa_name(Isa isa) {
       return "avx2";
     case Isa::kAvx512:
       return "avx512";
+    case Isa::kAvx512Vnni:
+      return "avx512vnni";
     case Isa::kAvx512Bf16:
       return "avx512bf16";
     default:
@@ -90,7 +94,7 @@ const char* isa_name(Isa isa) {
 Isa usable_isa() {
   const Usable& value = usable();
   if (!value.bad_setting.empty())
-    fail("HAL_CPU_ISA is '", value.bad_setting, "'; it takes avx2, avx512 or avx512bf16");
+    fail("HAL_CPU_ISA is '", value.bad_setting, "'; it takes ", kNames);
   return value.isa;
 }
 
@@ -100,18 +104,22 @@ Isa preferred_isa() {
   return best == Isa::kAvx512Bf16 && slow ? Isa::kAvx512 : best;
 }
 
-const Kernels& kernels_for(std::string_view name) {
+void require_isa(Isa isa) {
   const Isa best = usable_isa();
-  Isa isa = preferred_isa();
-  if (name != "auto" && !parse(name, &isa))
-    fail("isa is '", std::string(name), "'; it takes avx2, avx512, avx512bf16 or auto");
   if (isa > best)
-    fail("isa '", std::string(name), "' is above the usable '", isa_name(best),
+    fail("isa '", isa_name(isa), "' is above the usable '", isa_name(best),
          "' (the CPU and operating system offer ", isa_name(usable().measured),
          best == usable().measured ? ")" : ", lowered by HAL_CPU_ISA)");
+}
+
+const Kernels& kernels_for(std::string_view name) {
+  Isa isa = preferred_isa();
+  if (name != "auto" && !parse(name, &isa))
+    fail("isa is '", std::string(name), "'; it takes ", kNames, ", or auto");
+  require_isa(isa);
   if (isa == Isa::kNone) fail("this CPU or operating system does not offer AVX2, FMA and F16C");
   if (isa == Isa::kAvx512Bf16) return kKernelsAvx512Bf16;
-  return isa == Isa::kAvx512 ? kKernelsAvx512 : kKernelsAvx2;
+  return isa >= Isa::kAvx512 ? kKernelsAvx512 : kKernelsAvx2;
 }
 
 }  // namespace hal_cpu

@@ -6,9 +6,8 @@
 
 namespace hal_cpu {
 
-// In rising order; a level needs all below it. Levels for VNNI and AMX belong above kAvx512: the
-// packed layout already gives them whole quads of k per column.
-enum class Isa : int { kNone = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3 };
+// In rising order; a level needs all below it. kAvx512Vnni adds nothing to the exact kernels.
+enum class Isa : int { kNone = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Vnni = 3, kAvx512Bf16 = 4 };
 
 const char* isa_name(Isa isa);
 
@@ -16,10 +15,13 @@ const char* isa_name(Isa isa);
 // variable names no level.
 Isa usable_isa();
 
-// What "auto" means: the usable level that is fastest on this vendor's cores.
+// Throws unless `isa` is usable.
+void require_isa(Isa isa);
+
+// What "auto" means: the usable level whose exact kernels are fastest on this vendor's cores.
 Isa preferred_isa();
 
-// The kernels of level `name`. Throws if the level is unknown or above the usable one.
+// The exact kernels of level `name`. Throws if the level is unknown or above the usable one.
 const Kernels& kernels_for(std::string_view name);
 
 }  // namespace hal_cpu

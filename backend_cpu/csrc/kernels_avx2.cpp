@@ -8,8 +8,8 @@ namespace hal_cpu {
 namespace {
 #include "simd_avx2.h"
 #include "tile_block.inc.h"
-#include "walk.inc.h"
 #include "epilogue.inc.h"
+#include "walk.inc.h"
 
 int no_planes(FloatKind) { return 0; }
 void no_split(float*, int64_t, int) {}

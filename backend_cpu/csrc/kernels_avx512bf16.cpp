@@ -11,8 +11,8 @@ namespace {
 #include "simd_avx512.h"
 #include "tile_block.inc.h"
 #include "dot_block.inc.h"
-#include "walk.inc.h"
 #include "epilogue.inc.h"
+#include "walk.inc.h"
 
 int bf16_planes(FloatKind kind) { return kind == kBFloat16 ? 1 : kind == kFloat16 ? 2 : 3; }
 bool needs_sums(const Matrix& w) { return w.mins || (w.zeros && w.bits == 4); }

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "args.h"
+#include "block_linear.h"
 #include "checks.h"
 #include "isa.h"
 #include "ops.h"
@@ -93,19 +94,20 @@ bool run_rows(const Call& c, int64_t begin, int64_t count) {
   return true;
 }
 
-void run(const Call& c) {
+bool run(const Call& c) {
   const Matrix& m = c.w.first;
   const int64_t turn =
       std::max<int64_t>(64, kRowBytes / 4 / round_up(m.k, kTile) / 64 * 64);
-  for (int64_t begin = 0; begin < c.rows; begin += turn) {
-    if (!run_rows(c, begin, std::min(turn, c.rows - begin)))
-      fail("perm has an index outside 0 to ", m.k - 1);
-  }
+  for (int64_t begin = 0; begin < c.rows; begin += turn)
+    if (!run_rows(c, begin, std::min(turn, c.rows - begin))) return false;
+  return true;
 }
 
 // `given` may be null: then the result is made, in the dtype of x.
 Tensor linear(const LinearArgs& a, const Tensor* given) {
-  const Kernels& kernels = kernels_for(a.isa);
+  const bool blocks = names_blocks(a.isa);
+  const BlockLevel level = blocks ? block_level(a.isa) : BlockLevel{};
+  const Kernels* kernels = blocks ? nullptr : &kernels_for(a.isa);
   const FloatKind kind = check_float(a.x, "x");
   check_plain(a.x, "x");
   const int64_t d = a.x.dim();
@@ -126,8 +128,13 @@ Tensor linear(const LinearArgs& a, const Tensor* given) {
   }
   Tensor out = given ? *given : new_tensor(shape, d, a.x.scalar_type());
   const FloatKind out_kind = check_float(out, "out");
-  run({kernels, w, static_cast<const char*>(a.x.data_ptr()), static_cast<char*>(out.data_ptr()),
-       kind, out_kind, kind == kFloat32 ? 4 : 2, out_kind == kFloat32 ? 4 : 2, rows});
+  const auto* from = static_cast<const char*>(a.x.data_ptr());
+  auto* to = static_cast<char*>(out.data_ptr());
+  const int64_t size = kind == kFloat32 ? 4 : 2, out_size = out_kind == kFloat32 ? 4 : 2;
+  const bool inside = blocks
+                          ? block_linear({level, w, from, to, kind, out_kind, size, out_size, rows})
+                          : run({*kernels, w, from, to, kind, out_kind, size, out_size, rows});
+  if (!inside) fail("perm has an index outside 0 to ", a.k - 1);
   return out;
 }
 

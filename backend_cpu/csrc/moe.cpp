@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "block_moe.h"
 #include "moe_routing.h"
 #include "ops.h"
 #include "parallel.h"
@@ -250,6 +251,8 @@ bool Turn::run(char* out) {
 
 // `given` may be null: then the result is made, in the dtype of x.
 Tensor moe(const MoeArgs& a, const Tensor* given) {
+  const bool blocks = names_blocks(a.isa);
+  const BlockLevel level = blocks ? block_level(a.isa) : BlockLevel{};
   MoeCall c = check_moe(a);
   if (given) {
     check_plain(*given, "out");
@@ -262,6 +265,10 @@ Tensor moe(const MoeArgs& a, const Tensor* given) {
                : c.reduce ? new_tensor({c.tokens, c.hidden}, a.x.scalar_type())
                           : new_tensor({c.tokens, c.slots, c.hidden}, a.x.scalar_type());
   auto* data = static_cast<char*>(out.data_ptr());
+  if (blocks) {
+    block_moe(c, level, data);
+    return out;
+  }
   const int64_t turn = std::max<int64_t>(1, kScratchBytes / Turn::bytes_per_token(c));
   for (int64_t first = 0; first < c.tokens; first += turn) {
     if (!Turn(c, first, std::min(turn, c.tokens - first)).run(data))

@@ -2,6 +2,7 @@
 
 #include "isa.h"
 #include "moe_routing.h"
+#include "records.h"
 
 namespace hal_cpu {
 namespace {
@@ -79,7 +80,7 @@ MoeArgs::MoeArgs(Args& args)
 }
 
 MoeCall check_moe(const MoeArgs& a) {
-  const Kernels& kernels = kernels_for(a.isa);
+  const Kernels& kernels = kernels_for(names_blocks(a.isa) ? "auto" : a.isa);
   const FloatKind kind = check_float(a.x, "x");
   check_plain(a.x, "x");
   if (a.x.dim() != 2) fail("x has shape ", shape_text(a.x), "; expected [tokens, hidden]");

@@ -31,12 +31,18 @@ void run_tasks(int64_t tasks, bool worth_threads, const F& task) {
 
 // Below this many multiply-adds, waking another thread costs more than it saves; on a machine that others use too, far more.
 constexpr int64_t kWorthThreads = int64_t{1} << 19;
+// The same for values turned into records, each of which costs more than a multiply-add.
+constexpr int64_t kWorthEncoding = int64_t{1} << 16;
 
 // One 64-byte aligned region per calling thread, kept while small: decoding calls the same op
-// thousands of times a second, and fresh pages would dominate.
-class Scratch {
+// thousands of times a second, and fresh pages would dominate. A call and the tasks it runs take
+// theirs from different uses, since a task may run on the thread that called.
+enum class Use { kCall, kTask };
+
+template <Use USE>
+class ScratchFor {
  public:
-  explicit Scratch(size_t bytes) {
+  explicit ScratchFor(size_t bytes) {
     Cache& c = cache();
     if (c.size < bytes) {
       std::free(c.data);
@@ -48,7 +54,7 @@ class Scratch {
     next_ = static_cast<char*>(c.data);
     end_ = next_ + c.size;
   }
-  ~Scratch() {
+  ~ScratchFor() {
     Cache& c = cache();
     if (c.size > kKept) {
       std::free(c.data);
@@ -56,8 +62,8 @@ class Scratch {
       c.size = 0;
     }
   }
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
+  ScratchFor(const ScratchFor&) = delete;
+  ScratchFor& operator=(const ScratchFor&) = delete;
 
   static constexpr size_t bytes_for(size_t count, size_t size) {
     return (count * size + 63) / 64 * 64;
@@ -85,5 +91,8 @@ class Scratch {
   char* next_;
   char* end_;
 };
+
+using Scratch = ScratchFor<Use::kCall>;
+using TaskScratch = ScratchFor<Use::kTask>;
 
 }  // namespace hal_cpu

@@ -1,5 +1,5 @@
 // How many rows and tiles go into one block. Included inside an anonymous namespace, after
-// tile_block.inc.h and, where there is a bf16 dot product, dot_block.inc.h.
+// tile_block.inc.h, epilogue.inc.h and, where there is a bf16 dot product, dot_block.inc.h.
 
 // One block of R rows and as many tiles as suit it; returns how many. out is [R][tiles][16].
 template <int R>
@@ -45,5 +45,55 @@ static void rows_block(const Matrix& m, int64_t tile, int64_t tiles, const Rows&
       for (int64_t c = 0; c < step; ++c)
         vstore(out + r * kLine + (done + c) * kTile, vload(buffer + (r * step + c) * kTile));
     done += step;
+  }
+}
+
+static void linear(const Matrix& m, int64_t tile, int64_t tiles, const Rows& rows,
+                   void* const* out, FloatKind out_kind) {
+  constexpr int64_t kLine = kTilesPerCall * kTile;
+  alignas(64) float buffer[kMaxRows * kLine];
+  for (int64_t r0 = 0; r0 < rows.count;) {
+    const int64_t step = next_rows(rows.count - r0);
+    rows_block(m, tile, tiles, rows, r0, step, buffer);
+    for (int64_t c = 0; c < tiles; ++c) {
+      const int64_t col = (tile + c) * kTile;
+      const VF bias =
+          m.bias ? load_lanes(m.bias, m.bias_kind, col, m.n - col) : vzero();
+      for (int64_t r = 0; r < step; ++r) {
+        VF v = vload(buffer + r * kLine + c * kTile);
+        if (m.bias) v = vadd(v, bias);
+        store_lanes(out[r0 + r], out_kind, col, v, m.n - col);
+      }
+    }
+    r0 += step;
+  }
+}
+
+static void gate_up(const Matrix* gate, const Matrix& up, int64_t tile, int64_t tiles,
+                    const Rows& gate_rows, const Rows& up_rows, const Activation& act,
+                    float* const* h) {
+  constexpr int64_t kLine = kTilesPerCall * kTile;
+  alignas(64) float a[kMaxRows * kLine];
+  alignas(64) float b[kMaxRows * kLine];
+  for (int64_t r0 = 0; r0 < up_rows.count;) {
+    const int64_t step = next_rows(up_rows.count - r0);
+    if (gate) rows_block(*gate, tile, tiles, gate_rows, r0, step, a);
+    rows_block(up, tile, tiles, up_rows, r0, step, b);
+    for (int64_t c = 0; c < tiles; ++c) {
+      const int64_t col = (tile + c) * kTile;
+      const int64_t lanes = up.n - col < kTile ? up.n - col : kTile;
+      const VF up_bias = up.bias ? load_lanes(up.bias, up.bias_kind, col, lanes) : vzero();
+      const VF gate_bias =
+          gate && gate->bias ? load_lanes(gate->bias, gate->bias_kind, col, lanes) : vzero();
+      for (int64_t r = 0; r < step; ++r) {
+        const VF u = vadd(vload(b + r * kLine + c * kTile), up_bias);
+        const VF g = gate ? vadd(vload(a + r * kLine + c * kTile), gate_bias) : u;
+        float* dst = h[r0 + r] + col;
+        vstore(dst, gated(gate != nullptr, g, u, act));
+        // The next matrix reads whole words of k: what lies past the last column must be zero.
+        for (int64_t j = lanes; j < kTile; ++j) dst[j] = 0.0f;
+      }
+    }
+    r0 += step;
   }
 }

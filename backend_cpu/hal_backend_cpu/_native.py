@@ -12,7 +12,9 @@ from pathlib import Path
 import torch
 
 TILE = 16
-ISA_LEVELS = ("avx2", "avx512", "avx512bf16")
+#: Each has exact kernels; ``avx512vnni`` those of avx512. Followed by ``:token`` or ``:group``, they take int8 activations.
+ISA_LEVELS = ("avx2", "avx512", "avx512vnni", "avx512bf16")
+INT8_WAYS = ("token", "group")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_oai", "relu2")
 
 _LIBRARY = Path(__file__).with_name("_hal_backend_cpu.so")
@@ -39,6 +41,11 @@ def usable_isa() -> str:
 def preferred_isa() -> str:
     """The usable level that is fastest here, which "auto" means."""
     return ops.preferred_isa()
+
+
+def int8_levels() -> tuple[str, ...]:
+    """The levels that take int8 activations and that this process may use."""
+    return ("avx512vnni",) if usable_isa() in ISA_LEVELS[ISA_LEVELS.index("avx512vnni") :] else ()
 
 
 def packed_shape(n: int, k: int, bits: int) -> tuple[int, int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import distribution
 from typing import TYPE_CHECKING
 
-from hal_backend_cpu.kernels import KERNELS
+from hal_backend_cpu import kernels, kernels_int8
 from hal_core.manifest import FILE_NAME, BackendManifest
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class CpuBackend:
         return tuple(device for device in machine.devices if device.kind == "cpu" and device.architecture == "x86_64")
 
     def kernels(self) -> tuple[Kernel, ...]:
-        return KERNELS
+        return (*kernels.KERNELS, *kernels_int8.KERNELS)
 
 
 backend = CpuBackend()

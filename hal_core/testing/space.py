@@ -34,6 +34,14 @@ def as_declared(numerics: Numerics) -> Numerics:
     return replace(numerics, deterministic=False, batch_invariant=False)
 
 
+def _asking(kernel: Kernel[Any], spec: Any) -> Any:
+    """The spec that asks for what the kernel does with it, which may depend on shapes and schemes."""
+    try:
+        return replace(spec, numerics=as_declared(kernel.computes(spec)))
+    except Exception:  # noqa: BLE001 - a kernel may raise or return anything; its ``declaration`` tells
+        return spec
+
+
 @lru_cache(maxsize=64)
 def pairwise(sizes: tuple[int, ...], apart: tuple[tuple[int, int], ...] = ()) -> tuple[tuple[int, ...], ...]:
     """Few rows of indices in which every two values of any two axes meet; greedy, always the same.
@@ -128,7 +136,7 @@ def specs_of(kernel: Kernel[Any], full: bool = False) -> Iterator[tuple[Any, str
     seen = set()
     for make, scales in maker(kernel, full):
         try:
-            spec = fitted(kernel, make())
+            spec = _asking(kernel, fitted(kernel, make()))
         except ValueDecodeError:
             continue  # a combination that no spec can hold, e.g. top_k above a limited number of experts
         label = f"{_label(spec)}{'' if scales == 'fp16' else f',scales={scales}'}"

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hal_core.dtypes import torch_dtype
-from hal_core.testing.measure import Ruler, allowed
+from hal_core.testing.measure import RoundedRuler, Ruler, allowed, allowed_rounded
+from hal_core.testing.rounding import rounding_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -96,9 +97,23 @@ class Subject(ABC):
     def bound(self) -> float:
         return allowed(self.kernel, self.spec)
 
+    @property
+    def closest_bound(self) -> float:
+        """Against the truth that computes most like the kernel."""
+        return allowed_rounded(self.kernel, self.spec) if rounding_of(self.kernel, self.spec) else self.bound
+
     def ruler(self, inputs: Inputs, weights: Any = None) -> Ruler:
         """Measures results for ``inputs``."""
         return Ruler(self.truth(inputs, weights), self.bound)
+
+    def rounded_truth(self, inputs: Inputs) -> Tensor | None:
+        """float64 result of activations quantized as the kernel declares; None where it quantizes none, or in a way not known here."""
+        return None
+
+    def rounded_ruler(self, inputs: Inputs) -> Ruler | None:
+        """Measures closely what quantizes activations."""
+        truth = self.rounded_truth(inputs)
+        return None if truth is None else RoundedRuler(truth, allowed_rounded(self.kernel, self.spec))
 
     def prepare(self, weights: Any = None) -> Any:
         """A fresh op; of ``self.weights`` when ``weights`` is not given. The op gets copies that it may keep."""

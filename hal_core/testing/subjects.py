@@ -13,6 +13,7 @@ from hal_core.ops import Batched, Grouped, Routed
 from hal_core.spec import EmbeddingSpec, MoESpec
 from hal_core.testing import truth
 from hal_core.testing.data import random_input, random_weight, to_device
+from hal_core.testing.rounding import Rounding, rounding_of
 from hal_core.testing.subject import Inputs, Subject
 
 if TYPE_CHECKING:
@@ -68,6 +69,10 @@ class LinearSubject(Subject):
     def truth(self, inputs: Inputs, weights: Any = None) -> Tensor:
         return truth.linear(self.weights if weights is None else weights, inputs.x)
 
+    def rounded_truth(self, inputs: Inputs) -> Tensor | None:
+        rounding = rounding_of(self.kernel, self.spec)
+        return None if rounding is None else truth.linear(self.weights, inputs.x, rounding)
+
     def roles(self, weights: LinearWeights) -> dict[str, QuantizedTensor]:
         return {"weight": weights.weight}
 
@@ -99,6 +104,9 @@ class LookupSubject(HeadSubject):
     def call(self, op: Any, inputs: Inputs, out: Tensor | None = None) -> Tensor:
         assert out is None  # a look-up takes none
         return op.lookup(inputs.x)  # type: ignore[no-any-return]
+
+    def rounded_truth(self, inputs: Inputs) -> Tensor | None:
+        return None  # nothing is multiplied
 
     def truth(self, inputs: Inputs, weights: Any = None) -> Tensor:
         return truth.weight_matrix((self.weights if weights is None else weights).weight)[inputs.x]
@@ -184,15 +192,22 @@ class ExpertsSubject(Subject):
         return inputs.ids[:, 0].long().clamp(min=0) % int(self.spec.local)
 
     def truth(self, inputs: Inputs, weights: Any = None) -> Tensor:
-        weights = self.weights if weights is None else weights
+        return self._truth(inputs, self.weights if weights is None else weights, None)
+
+    def rounded_truth(self, inputs: Inputs) -> Tensor | None:
+        rounding = rounding_of(self.kernel, self.spec)
+        return None if rounding is None else self._truth(inputs, self.weights, rounding)
+
+    def _truth(self, inputs: Inputs, weights: MoEWeights, rounding: Rounding | None) -> Tensor:
         if self.spec.routing != "routed":
             ids = self._first(inputs)[:, None]
             plain = replace(self.spec, routed_scaling=1.0)
             ones = torch.ones_like(ids, dtype=torch.float64)
-            return truth.experts(plain, weights, inputs.x, ids, ones, None).squeeze(1)
+            return truth.experts(plain, weights, inputs.x, ids, ones, None, rounding).squeeze(1)
         assert inputs.ids is not None  # made by inputs()
         assert inputs.scores is not None
-        slots = truth.experts(self.spec, weights, inputs.x, inputs.ids, inputs.scores, inputs.expert_map) * float(self.spec.routed_scaling)
+        slots = truth.experts(self.spec, weights, inputs.x, inputs.ids, inputs.scores, inputs.expert_map, rounding)
+        slots = slots * float(self.spec.routed_scaling)
         return slots.sum(dim=1) if self.reduce else slots
 
     def roles(self, weights: MoEWeights) -> dict[str, QuantizedTensor]:

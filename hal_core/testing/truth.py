@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hal_core.canonical import QuantizedTensor
     from hal_core.kernel import LinearWeights, MoEWeights
     from hal_core.spec import Activation, MoESpec
+    from hal_core.testing.rounding import Rounding
 
 __all__ = ["experts", "linear", "weight_matrix"]
 
@@ -100,13 +101,17 @@ def _at(grid: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     return torch.gather(wide, -1, columns.unsqueeze(-2).expand(*wide.shape[:-1], columns.shape[-1]))
 
 
-def linear(weights: LinearWeights, x: Tensor) -> Tensor:
-    """float64 ``[M, N]`` of ``x [M, K]``."""
-    y = x.to(torch.float64) @ weight_matrix(weights.weight).transpose(-1, -2)
+def linear(weights: LinearWeights, x: Tensor, rounding: Rounding | None = None) -> Tensor:
+    """float64 ``[M, N]`` of ``x [M, K]``, which ``rounding`` quantizes."""
+    wide = x.to(torch.float64)
+    wide = wide if rounding is None else rounding(wide, weights.weight)
+    y = wide @ weight_matrix(weights.weight).transpose(-1, -2)
     return y if weights.bias is None else y + weights.bias.to(torch.float64)
 
 
-def experts(spec: MoESpec, weights: MoEWeights, x: Tensor, ids: Tensor, scores: Tensor, expert_map: Tensor | None) -> Tensor:
+def experts(
+    spec: MoESpec, weights: MoEWeights, x: Tensor, ids: Tensor, scores: Tensor, expert_map: Tensor | None, rounding: Rounding | None = None
+) -> Tensor:
     """float64 ``[T, k, H]``: each slot's weighted expert output, before the sum and the routed scaling."""
     matrices = {name: None if w is None else weight_matrix(w) for name, w in _named(weights)}
     out = torch.zeros(*ids.shape, spec.hidden, dtype=torch.float64, device=x.device)
@@ -118,9 +123,9 @@ def experts(spec: MoESpec, weights: MoEWeights, x: Tensor, ids: Tensor, scores: 
         token, slot = (local == index).nonzero(as_tuple=True)
         rows, factor = wide[token], score[token, slot].unsqueeze(-1)
         if spec.router_weight_on_input:
-            out[token, slot] = _expert(spec, weights, matrices, index, rows * factor)
+            out[token, slot] = _expert(spec, weights, matrices, index, rows * factor, rounding)
         else:
-            out[token, slot] = _expert(spec, weights, matrices, index, rows) * factor
+            out[token, slot] = _expert(spec, weights, matrices, index, rows, rounding) * factor
     return out
 
 
@@ -128,8 +133,11 @@ def _named(weights: MoEWeights) -> tuple[tuple[str, QuantizedTensor | None], ...
     return (("gate", weights.gate), ("up", weights.up), ("down", weights.down))
 
 
-def _expert(spec: MoESpec, weights: MoEWeights, matrices: dict[str, Tensor | None], index: int, rows: Tensor) -> Tensor:
+def _expert(
+    spec: MoESpec, weights: MoEWeights, matrices: dict[str, Tensor | None], index: int, rows: Tensor, rounding: Rounding | None
+) -> Tensor:
     def product(name: str, value: Tensor) -> Tensor:
+        value = value if rounding is None else rounding(value, getattr(weights, name), index)
         matrix, bias = matrices[name], getattr(weights, f"{name}_bias")
         assert matrix is not None  # asked for only where the spec has it
         y = value @ matrix[index].T

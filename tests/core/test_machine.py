@@ -58,7 +58,8 @@ def test_cpu_facts_come_from_the_kernels_files(root, tiles):
     [
         ("avx2", {"avx2", "fma", "f16c"}, {"avx512f", "avx512_vnni", "avx_vnni", "amx_tile", "amx_int8"}),
         ("avx512", {"avx2", "avx512f", "avx512bw"}, {"avx512_vnni", "avx512_bf16", "avx_vnni", "amx_tile", "amx_int8", "amx_bf16"}),
-        ("avx512bf16", {"avx2", "avx512f", "avx512_bf16"}, {"avx512_vnni", "avx_vnni", "amx_tile", "amx_int8", "amx_bf16"}),
+        ("avx512vnni", {"avx2", "avx512f", "avx512_vnni"}, {"avx512_bf16", "avx_vnni", "amx_tile", "amx_int8", "amx_bf16"}),
+        ("avx512bf16", {"avx2", "avx512f", "avx512_vnni", "avx512_bf16"}, {"avx_vnni", "amx_tile", "amx_int8", "amx_bf16"}),
     ],
 )
 def test_a_level_lowers_and_says_so(root, tiles, level, kept, lost):
@@ -159,7 +160,7 @@ def test_detect_is_cached_per_level(monkeypatch):
 
 def test_a_misspelt_level_is_an_error(monkeypatch):
     monkeypatch.setenv("HAL_CPU_ISA", "AVX-2")
-    with pytest.raises(SettingError, match="HAL_CPU_ISA='AVX-2': unknown level; use one of avx2, avx512, avx512bf16"):
+    with pytest.raises(SettingError, match="HAL_CPU_ISA='AVX-2': unknown level; use one of avx2, avx512, avx512vnni, avx512bf16"):
         Machine.detect()
 
 

@@ -32,11 +32,11 @@ def into(subject: Subject, op: Any, inputs: Inputs) -> Tensor:
 
 
 def accuracy(bench: Bench) -> Verdict:
-    """Every batch size, fresh and into ``out``, against the float64 truth."""
+    """Every batch size, fresh and into ``out``, against the float64 truth; and, where activations are quantized, one that does it too."""
     subject = bench.subject()
     sizes = subject.batch_sizes()
     full = subject.inputs(sizes[-1])
-    ruler = subject.ruler(full)
+    ruler, closer = subject.ruler(full), subject.rounded_ruler(full)
     if not bool(ruler.truth.any()):
         raise CheckFailedError("the truth is all zero: the case proves nothing; report this")
     op = subject.prepare()
@@ -46,6 +46,8 @@ def accuracy(bench: Bench) -> Verdict:
         y = into(subject, op, part) if given else subject.call(op, part)
         _check_form(subject, y, m)
         ruler.check(y, slice(0, m), f"M={m}")
+        if closer is not None:
+            closer.check(y, slice(0, m), f"M={m}, against the same quantized activations")
     _other_forms(subject, op, full)
     return Verdict(ruler.largest, ruler.bound)
 
@@ -84,7 +86,7 @@ def effects(bench: Bench) -> Verdict:
         results.append((y.double(), ruler.truth))
     (a, truth), (b, other) = results
     bound = first[0].bound
-    least = max(_LEAST, _MOVED * bound)
+    least = max(_LEAST, _MOVED * first[0].closest_bound)
     wanted = float((truth - other).norm() / truth.norm())
     moved = float((a - b).norm() / a.norm())
     if wanted < least:
