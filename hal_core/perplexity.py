@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     Progress = Callable[[int, int], None]
 
-__all__ = ["Comparison", "TextLoss", "compare", "measure"]
+__all__ = ["Comparison", "TextLoss", "cached_logits", "compare", "measure"]
 
 #: Logits held at once, in elements: 1 GiB in float32.
 _LOGITS = 1 << 28
@@ -114,7 +114,15 @@ def _standard_error(windows: Sequence[Tensor]) -> float | None:
     return math.sqrt(count / (count - 1) * float(residuals.square().sum())) / total
 
 
-def measure(model: Any, ids: Tensor, window: int = 512, batch: int | None = None, progress: Progress | None = None) -> TextLoss:
+def measure(
+    model: Any,
+    ids: Tensor,
+    window: int = 512,
+    batch: int | None = None,
+    progress: Progress | None = None,
+    cache: Callable[[], Any] | None = None,
+    step: int | None = None,
+) -> TextLoss:
     """Losses of a text under a ``transformers`` causal model, in windows that do not overlap.
 
     Args:
@@ -123,25 +131,38 @@ def measure(model: Any, ids: Tensor, window: int = 512, batch: int | None = None
         window: tokens of one window; a last shorter one is kept when it has two tokens or more.
         batch: windows of one call; default: as many as keep the logits below 1 GiB.
         progress: called with (predicted tokens so far, in all).
+        cache: gives the empty ``KVCache`` of each call, through which keys and values are then read; None for none.
+        step: tokens of one forward through the cache; None for a whole window. One token a step is what a decode computes.
 
     Raises:
-        SettingError: a window below two tokens or beyond the model's positions, or a text too short.
+        SettingError: a window below two tokens or beyond the model's positions, a text too short, or a step without a cache.
         ShapeError: an id outside the model's vocabulary.
     """
     vocab = int(model.config.get_text_config().vocab_size)
     _check(ids, window, vocab, getattr(model.config.get_text_config(), "max_position_embeddings", None))
+    if step is not None and (cache is None or step < 1):
+        raise SettingError(f"step {step}", "it counts tokens of a forward through a cache", "use 1 or more, with a cache")
     batch = batch or max(1, _LOGITS // (window * vocab))
     parts = [part for part in torch.split(ids, window) if part.numel() > 1]
     total = sum(part.numel() - 1 for part in parts)
     found: list[Tensor] = []
     with torch.inference_mode():
         for group in _batches(parts, batch):
-            logits = model(input_ids=torch.stack(group), use_cache=False).logits
+            logits = cached_logits(model, torch.stack(group), None if cache is None else cache(), step)
             found += [_losses(rows[:-1], part[1:]) for rows, part in zip(logits, group, strict=True)]
             del logits
             if progress is not None:
                 progress(sum(loss.numel() for loss in found), total)
     return TextLoss(tuple(found))
+
+
+def cached_logits(model: Any, ids: Tensor, cache: Any = None, step: int | None = None) -> Tensor:
+    """Logits ``[B, T, vocab]`` of ids ``[B, T]``, ``step`` tokens at a time through a :class:`KVCache` where one is given."""
+    if cache is None:
+        return model(input_ids=ids, use_cache=False).logits  # type: ignore[no-any-return]
+    given = {cache.argument(model): cache}
+    parts = [model(input_ids=part, use_cache=True, **given).logits for part in torch.split(ids, step or ids.shape[1], dim=1)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def _check(ids: Tensor, window: int, vocab: int, positions: int | None) -> None:

@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 __all__ = [
     "CHECKPOINT",
     "JSON",
+    "KV_CACHE",
     "NUMERICS",
     "OUT",
     "POLICY",
     "console",
     "examples",
     "human_bytes",
+    "kv_cache_line",
     "module_pattern",
     "peak_memory_bytes",
     "print_json",
@@ -49,6 +51,14 @@ POLICY = Annotated[
     ),
 ]
 NUMERICS = Annotated[str, typer.Option(help="Activation numerics to tolerate: exact, checkpoint or int8.")]
+KV_CACHE = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-cache",
+        help="Store keys and values as int8, int4, fp8, turboquant:4, k4v3, k=int8,v=turboquant:4 ...; kv= is its scope in the policy.",
+        show_default="transformers' own cache",
+    ),
+]
 OUT = Annotated[Path, typer.Option("--out", help="The safetensors file to write.", show_default=False)]
 
 
@@ -75,6 +85,13 @@ def human_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.2f} TB"
+
+
+def kv_cache_line(report: dict[str, Any]) -> str:
+    """One line on a quantized cache: ``KVCache.report()``."""
+    kernels = ", ".join(f"{name} x{count}" for name, count in report["kernels"].items())
+    scales = f"; scales {', '.join(f'{word} x{count}' for word, count in report['scales'].items())}" if report["scales"] else ""
+    return f"KV cache {report['scheme']}: {kernels}; {report['bytes_per_token']:.0f} bytes a token{scales}"
 
 
 @contextmanager

@@ -6,7 +6,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hal_core.cli.common import CHECKPOINT, JSON, NUMERICS, OUT, POLICY, console, examples, print_json, progress_bar
+from hal_core.cli.common import (
+    CHECKPOINT,
+    JSON,
+    KV_CACHE,
+    NUMERICS,
+    OUT,
+    POLICY,
+    console,
+    examples,
+    kv_cache_line,
+    print_json,
+    progress_bar,
+)
 from hal_core.errors import SettingError
 from hal_core.outputs import check_output, whole_file
 
@@ -39,10 +51,12 @@ def register(app: typer.Typer) -> None:
         out: OUT,
         policy: POLICY = None,
         numerics: NUMERICS = "exact",
+        kv_cache: KV_CACHE = None,
         as_json: JSON = False,
     ) -> None:
         """Run the model once in float32 and write its logits: key 'logits', float32 [1, T, vocab]."""
         import hal_core
+        from hal_core.cli.run import packed_cache
         from hal_core.hub import resolve_checkpoint
 
         tokens = parse_ids(ids)
@@ -50,21 +64,25 @@ def register(app: typer.Typer) -> None:
         target = check_output(out, path)
         with progress_bar("loading", as_json) as progress:
             model = hal_core.load(path, policy=policy, numerics=numerics, dtype="fp32", progress=progress)
-        values = compute_logits(model, tokens)
+        cache = None if kv_cache is None else packed_cache(model, kv_cache, policy)
+        values = compute_logits(model, tokens, cache)
         write_logits(target, values, model.hal)
         summary = {
             "checkpoint": checkpoint, "out": str(out), "shape": list(values.shape), "kernels": model.hal.kernels(),
-            "numerics": model.hal.numerics, "policy": model.hal.policy,
+            "numerics": model.hal.numerics, "policy": model.hal.policy, "kv_cache": None if cache is None else cache.report(),
         }  # fmt: skip
         if as_json:
             print_json(summary)
         else:
-            console().print(f"wrote {out}: logits {list(values.shape)}; {model.hal}")
+            through = "" if cache is None else f"; {kv_cache_line(cache.report())}"
+            console().print(f"wrote {out}: logits {list(values.shape)}; {model.hal}{through}")
 
 
-def compute_logits(model: Any, tokens: list[int]) -> Tensor:
-    """Logits ``[1, T, vocab]`` float32 of one sequence; an id outside the vocabulary is an error."""
+def compute_logits(model: Any, tokens: list[int], cache: Any = None) -> Tensor:
+    """Logits ``[1, T, vocab]`` float32 of one sequence, through a cache if given; an id outside the vocabulary is an error."""
     import torch
+
+    from hal_core.perplexity import cached_logits
 
     vocab = model.config.vocab_size
     wrong = [(i, token) for i, token in enumerate(tokens) if not 0 <= token < vocab]
@@ -73,7 +91,7 @@ def compute_logits(model: Any, tokens: list[int]) -> Tensor:
             f"token id {wrong[0][1]} at position {wrong[0][0]}", f"the vocabulary has {vocab}", f"ids run from 0 to {vocab - 1}"
         )
     with torch.inference_mode():
-        return model(input_ids=torch.tensor([tokens]), use_cache=False).logits.float().clone()  # type: ignore[no-any-return]
+        return cached_logits(model, torch.tensor([tokens]), cache).float().clone()
 
 
 def write_logits(target: Path, values: Tensor, report: Any) -> None:

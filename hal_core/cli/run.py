@@ -12,11 +12,13 @@ from rich.text import Text
 from hal_core.cli.common import (
     CHECKPOINT,
     JSON,
+    KV_CACHE,
     NUMERICS,
     POLICY,
     console,
     examples,
     human_bytes,
+    kv_cache_line,
     module_pattern,
     peak_memory_bytes,
     print_json,
@@ -76,7 +78,9 @@ def register(app: typer.Typer) -> None:
     @app.command(
         "run",
         epilog=examples(
-            'hal run model.gguf --prompt "Why is the sky blue?"', "hal run CKPT --prompt Hi --policy require:cpu --max-new-tokens 32 --json"
+            'hal run model.gguf --prompt "Why is the sky blue?"',
+            "hal run CKPT --prompt Hi --policy require:cpu --max-new-tokens 32 --json",
+            "hal run CKPT --prompt Hi --kv-cache turboquant:4",
         ),
     )
     def run_command(
@@ -85,6 +89,7 @@ def register(app: typer.Typer) -> None:
         max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after so many tokens.")] = 128,
         policy: POLICY = None,
         numerics: NUMERICS = "checkpoint",
+        kv_cache: KV_CACHE = None,
         dtype: Annotated[str, typer.Option(help="Activation dtype: auto, fp32, bf16 or fp16.")] = "auto",
         chat: Annotated[
             bool | None, typer.Option(help="Wrap the prompt in the checkpoint's chat template.", show_default="when it has one")
@@ -111,13 +116,15 @@ def register(app: typer.Typer) -> None:
             model = hal_core.load(path, policy=policy, numerics=numerics, dtype=dtype, progress=progress)
             load_seconds = time.perf_counter() - started
         ids = encode(tokenizer, prompt, chat)
-        result = generate(model, tokenizer, ids, max_new_tokens, temperature, top_p, quiet=as_json)
+        cache = None if kv_cache is None else packed_cache(model, kv_cache, policy)
+        result = generate(model, tokenizer, ids, max_new_tokens, temperature, top_p, quiet=as_json, cache=cache)
         result = {
             "checkpoint": checkpoint,
             **result,
             "load_seconds": load_seconds,
             "peak_memory_bytes": peak_memory_bytes(),
             **describe(model.hal),
+            "kv_cache": None if cache is None else cache.report(),
         }
         if as_json:
             print_json(result)
@@ -161,8 +168,17 @@ def encode(tokenizer: Any, prompt: str, chat: bool | None) -> Any:
     return ids
 
 
-def generate(model: Any, tokenizer: Any, ids: Any, count: int, temperature: float, top_p: float, quiet: bool) -> dict[str, Any]:
-    """Generate through transformers' own ``generate`` and time its phases."""
+def packed_cache(model: Any, scheme: str, policy: str | None) -> Any:
+    """An empty quantized cache for a model."""
+    from hal_core.integrations.transformers import KVCache
+
+    return KVCache(model, scheme, policy=policy)
+
+
+def generate(
+    model: Any, tokenizer: Any, ids: Any, count: int, temperature: float, top_p: float, quiet: bool, cache: Any = None
+) -> dict[str, Any]:
+    """Generate through transformers' own ``generate``, with its own key/value cache or the one given, and time its phases."""
     import torch
 
     watch = Stopwatch(tokenizer, quiet)
@@ -170,10 +186,13 @@ def generate(model: Any, tokenizer: Any, ids: Any, count: int, temperature: floa
     if temperature == 0:
         # a checkpoint's sampling settings would only draw warnings from greedy search
         model.generation_config.temperature = model.generation_config.top_p = model.generation_config.top_k = None
+    options = {} if cache is None else {cache.argument(model): cache}
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     with torch.inference_mode():
         started = time.perf_counter()
-        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, streamer=watch, pad_token_id=pad, **sampling)
+        model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, streamer=watch, pad_token_id=pad, **sampling, **options
+        )
     prefill = watch.times[0] - started
     decode = watch.times[-1] - watch.times[0]
     decoded = len(watch.times) - 1
@@ -210,6 +229,8 @@ def _print_summary(result: dict[str, Any]) -> None:
     out.print(table)
     for note in result["notes"]:
         out.print(note)
+    if result["kv_cache"] is not None:
+        out.print(f"{kv_cache_line(result['kv_cache'])}; {human_bytes(result['kv_cache']['used_bytes'])} in use", markup=False)
     decode = result["decode_tokens_per_second"]
     out.print(
         f"prefill {result['prompt_tokens']} tokens at {result['prefill_tokens_per_second']:.1f} tokens/s; "

@@ -34,15 +34,25 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from hal_core.integrations.transformers_kv import KVCache
     from hal_core.policy import Policy
 
     Progress = Callable[[int, int, str], None]
 
-__all__ = ["load"]
+__all__ = ["KVCache", "load"]
 
 #: Parts of published names that transformers' own classes call otherwise, and names of experts' matrices.
 _PUBLISHED, _HELD = ".block_sparse_moe.", ".mlp."
 _EXPERT_PARTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+
+def __getattr__(name: str) -> Any:
+    """``KVCache`` subclasses a class of transformers, which is imported only when it is asked for."""
+    if name == "KVCache":
+        from hal_core.integrations.transformers_kv import KVCache
+
+        return KVCache
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class ExpertsAdapter(nn.Module):
@@ -77,6 +87,8 @@ def load(
 ) -> Any:
     """A ``transformers`` model of the checkpoint on the CPU; ``model.hal`` is its :class:`LoadReport`.
 
+    ``model.hal_kv_params`` holds the checkpoint's calibrated scales of an fp8 key/value cache by layer, which :class:`KVCache` takes.
+
     Args:
         path: folder, ``.gguf`` file, or an opened checkpoint.
         policy: a policy or its text; default: the surrounding ``hal.policy``, ``HAL_POLICY``, or ``auto``.
@@ -99,6 +111,7 @@ def load(
     filler.trimmer.flush()
     finish(model, checkpoint)
     model.save_pretrained = _refuse_saving
+    model.hal_kv_params = checkpoint.kv_params()
     model.hal = LoadReport(
         path=str(checkpoint.path), format=checkpoint.format, dtype=dtype_word(activation_dtype), numerics=numerics, policy=str(chosen),
         ops=tuple(filler.reports), packed_bytes=sum(op.nbytes for op in filler.reports), unquantized_bytes=filler.plain_bytes,

@@ -1,0 +1,162 @@
+"""``KVCache``: a transformers cache whose keys and values lie in quantized pages, from which ``generate`` attends.
+
+The model's attention is set to the function ``hal`` (:mod:`hal_core.integrations.transformers_kv_attention`). Each layer appends the new
+keys and values and attends from its pages: no prefix is dequantized as a whole here, and tokens that the attention mask hides (padding)
+take no room. A prompt attends to its own quantized keys too, so that what is measured through the cache is what is served.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from transformers.cache_utils import Cache
+
+from hal_core.errors import SettingError
+from hal_core.integrations.transformers_kv_attention import NAME, is_supported, register
+from hal_core.integrations.transformers_kv_layer import KVCacheLayer, LayerPlan
+from hal_core.kv.scheme import KV_GROUP, KVScheme, parse_pair
+from hal_core.policy import current_policy
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from hal_core.kv.op import KVParams
+    from hal_core.policy import Policy
+
+__all__ = ["KVCache"]
+
+_SERVED = ("full_attention", "sliding_attention")
+
+
+class KVCache(Cache):
+    """A quantized key/value cache of a ``transformers`` model, for ``model.generate(.., cache=KVCache(model, "turboquant:4"))``.
+
+    A cache holds one batch; ``reset`` empties it. Greedy and beam search, sampling, assisted decoding, padding, sliding windows, sinks and
+    soft caps are served; masks other than causal, and layers that are no attention or share keys with others, are refused.
+
+    Args:
+        model: the model, whose attention is set to ``hal``; its other calls compute as before.
+        scheme: how keys and values are stored: ``int8``, ``turboquant:4``, ``k4v3``, ``k=int8,v=turboquant:4``, or a pair.
+        policy: which kernels may serve; default: the surrounding ``hal.policy``, ``HAL_POLICY``, or ``auto``.
+        page_size: tokens of a page, a multiple of 32 where keys are scaled per channel.
+        seed: of the rotations.
+        scales: of fp8: None for those of the model's checkpoint and, in layers without, those computed from the first tokens; or the word
+            ``computed`` or ``default`` (1.0, which ``require`` refuses) for all layers.
+        params: static scales and channel splits by layer, instead of the checkpoint's.
+
+    Raises:
+        SettingError: the model's attention cannot be replaced, or it has layers that this cache cannot hold.
+        ValueDecodeError: not such a scheme. PolicyError: the policy does not parse.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        scheme: str | tuple[KVScheme, KVScheme] = "turboquant:4",
+        *,
+        policy: Policy | str | None = None,
+        page_size: int = KV_GROUP,
+        seed: int = 0,
+        scales: str | None = None,
+        params: Mapping[int, KVParams] | None = None,
+    ) -> None:
+        keys, values = parse_pair(scheme) if isinstance(scheme, str) else scheme
+        if not is_supported(model):
+            found = "its attention does not ask transformers' attention interface"
+            raise SettingError(f"a quantized KV cache of {type(model).__name__}", found, "use transformers' own cache")
+        windows = _windows(model.config.get_text_config(decoder=True), type(model).__name__)
+        if params is None:
+            params = getattr(model, "hal_kv_params", {}) if scales is None and (keys.scaled or values.scaled) else {}
+        chosen, missing = current_policy(policy), _word(scales)
+        plans = [
+            LayerPlan(
+                index,
+                window,
+                keys,
+                values,
+                chosen,
+                page_size,
+                seed,
+                params[index].source if index in params else missing,
+                params.get(index),
+            )
+            for index, window in enumerate(windows)
+        ]
+        self._held = [KVCacheLayer(plan) for plan in plans]
+        super().__init__(layers=list(self._held))
+        self.scheme = str(keys) if values == keys.for_values() else f"k={keys},v={values}"
+        register()
+        if model.config._attn_implementation != NAME:
+            model.set_attn_implementation(NAME)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, pages that wait for tokens included."""
+        return sum(layer.nbytes for layer in self._held)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the pages that hold tokens."""
+        return sum(layer.used_bytes for layer in self._held)
+
+    @property
+    def token_bytes(self) -> float:
+        """Bytes that a token takes in all layers, scales and norms included; 0 before the first forward."""
+        return sum(layer.spec.token_bytes for layer in self._held if layer.spec is not None)
+
+    @staticmethod
+    def argument(model: Any) -> str:
+        """The name under which this version of transformers takes a cache, in ``forward`` and in ``generate``."""
+        return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+    def kernels(self) -> dict[str, int]:
+        """Number of layers by the name of the kernel that serves them; empty before the first forward."""
+        return dict(Counter(layer.selection.kernel for layer in self._held if layer.selection is not None))
+
+    def emptied(self) -> KVCache:
+        """This cache without its tokens."""
+        self.reset()  # type: ignore[no-untyped-call]
+        return self
+
+    def report(self) -> dict[str, Any]:
+        """What served, as JSON: schemes, kernels, specs with their layers, where static scales come from, tokens and bytes."""
+        specs = Counter(str(layer.spec) for layer in self._held if layer.spec is not None)
+        scaled = any(layer.spec is not None and (layer.spec.keys.scaled or layer.spec.values.scaled) for layer in self._held)
+        return {
+            "scheme": self.scheme, "kernels": self.kernels(), "specs": dict(specs), "tokens": self._held[0].tokens,
+            "scales": dict(Counter(layer.scales for layer in self._held)) if scaled else {},
+            "bytes_per_token": self.token_bytes, "used_bytes": self.used_bytes, "bytes": self.nbytes,
+        }  # fmt: skip
+
+
+def _word(scales: str | None) -> str:
+    """Source of the scales of layers that are given none."""
+    if scales not in (None, "computed", "default"):
+        raise SettingError(f"scales {scales!r} of a KV cache", "unknown", "give None, computed or default, or the scales as params")
+    return scales or "computed"
+
+
+def _windows(config: Any, model: str) -> list[int | None]:
+    """The window of each layer, None for all tokens.
+
+    Raises:
+        SettingError: layers of another kind than causal attention over keys of their own.
+    """
+    what, fix = f"a quantized KV cache of {model}", "use transformers' own cache"
+    if getattr(config, "num_kv_shared_layers", 0) or getattr(config, "kv_sharing_modes", None):
+        raise SettingError(what, "its layers share keys and values", fix)
+    if getattr(config, "is_encoder_decoder", False) or not getattr(config, "is_causal", True):
+        raise SettingError(what, "its attention is not causal", fix)
+    count, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        kind = "chunked_attention" if getattr(config, "attention_chunk_size", None) else "full_attention"
+        kinds = [kind if window is None else "sliding_attention"] * count
+    other = next((kind for kind in kinds if kind not in _SERVED), None)
+    if other is not None or len(kinds) != count:
+        raise SettingError(what, f"it has layers of {other}" if other else f"{len(kinds)} kinds for {count} layers", fix)
+    if window is not None and (type(window) is not int or window < 1):
+        raise SettingError(what, f"sliding_window {window!r}", "check config.json")
+    return [window if kind == "sliding_attention" else None for kind in kinds]
