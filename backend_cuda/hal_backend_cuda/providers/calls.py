@@ -1,0 +1,96 @@
+"""Calls into another library as data: function, keywords, and which of them an installed version may lack.
+
+A call is bound against the real function's signature before it is ever made, so that a renamed or dropped parameter is an error at
+preparation, on any machine, and never a silent default.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hal_core.errors import ContractError, MissingDependencyError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+__all__ = ["Bound", "Call", "bind", "find"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One function of a library.
+
+    function: dotted path, e.g. ``flashinfer.fused_moe.cutlass_fused_moe`` or a method of a class.
+    keywords: every argument's name. optional: those that a version may lack, and whose absence changes nothing but speed.
+    through: where ``function`` takes ``**kwargs``, the path of the one that names them, used where it is there.
+    """
+
+    function: str
+    keywords: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    through: str | None = None
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A call that fits the installed library: the function, and the keywords that it takes."""
+
+    target: Callable[..., Any]
+    keywords: frozenset[str]
+
+    def arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """``values`` without those that this version lacks."""
+        return {name: value for name, value in values.items() if name in self.keywords}
+
+
+def find(path: str) -> Any:
+    """The object at a dotted path.
+
+    Raises:
+        MissingDependencyError: its module cannot be imported. ContractError: the module has no such name.
+    """
+    parts = path.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        name = ".".join(parts[:cut])
+        try:
+            found: Any = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is not None and name.startswith(error.name) and cut > 1:
+                continue
+            raise MissingDependencyError(path, f"{error}", f"install {parts[0]} and what it imports") from error
+        for attribute in parts[cut:]:
+            if not hasattr(found, attribute):
+                raise ContractError(path, f"{name} has no {'.'.join(parts[cut:])}", "install a version that this backend was made for")
+            found = getattr(found, attribute)
+        return found
+    raise ContractError(path, "not a dotted path")
+
+
+def bind(call: Call, target: Callable[..., Any] | None = None) -> Bound:
+    """Check ``call`` against the signature of its function.
+
+    Raises:
+        ContractError: a keyword that is not optional is unknown, or a parameter without a default is not given.
+    """
+    function = find(call.function) if target is None else target
+    signature = inspect.signature(_named(call, function))
+    parameters = {name: p for name, p in signature.parameters.items() if name != "self"}
+    takes = {name for name, p in parameters.items() if p.kind in {p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY}}
+    unknown = [name for name in call.keywords if name not in takes and name not in call.optional]
+    needed = [name for name, p in parameters.items() if p.default is p.empty and name in takes and name not in call.keywords]
+    if unknown or needed:
+        found = [f"does not take {', '.join(unknown)}"] * bool(unknown) + [f"needs {', '.join(needed)}"] * bool(needed)
+        raise ContractError(call.function, " and ".join(found), "install a version that this backend was made for")
+    return Bound(function, frozenset(takes & set(call.keywords)))
+
+
+def _named(call: Call, function: Callable[..., Any]) -> Callable[..., Any]:
+    if call.through is None:
+        return function
+    try:
+        return find(call.through)  # type: ignore[no-any-return]
+    except ContractError:
+        return function

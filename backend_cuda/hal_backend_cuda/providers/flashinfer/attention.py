@@ -1,0 +1,295 @@
+"""FlashInfer's paged attention over bf16, fp16 and fp8 caches, as a KV kernel.
+
+A page holds ``[2, page_size, kv heads, head_dim]``, keys before values, in the cache's own elements: FlashInfer's ``NHD`` layout.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from hal_backend_cuda.providers.flashinfer import DISTRIBUTION, INSTALL, VERSIONS
+from hal_backend_cuda.providers.flashinfer.plans import Batch, Plan, planned
+
+from hal_core.dtypes import torch_dtype
+from hal_core.errors import HalError, ShapeError
+from hal_core.kernel import KVEpilogue, KVKernel, KVSchemeSet
+from hal_core.kv.op import KVOp, KVParams
+from hal_core.numerics import Numerics
+from hal_core.packages import package_refusals
+from hal_core.refusal import Refusal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hal_core.machine import Machine
+    from hal_core.spec import KVCacheSpec
+
+__all__ = ["KERNELS", "FlashInferKV", "FlashInferKVOp"]
+
+_ELEMENTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
+_LARGEST = 448.0
+_LN2 = math.log(2.0)
+
+
+def _scale(value: Tensor | None, name: str) -> float:
+    if value is None:
+        return 1.0
+    if value.numel() != 1:
+        raise ShapeError(f"KVParams.{name}", f"{list(value.shape)}", "this kernel takes one scale for all heads")
+    return float(value)
+
+
+class FlashInferKVOp(KVOp):
+    """Stateless over the caller's pages, but for plans: ``plan`` once for a step serves all layers and captured graphs.
+
+    Without a plan of the caller's, ``attend`` reads the batch to the host and plans for it, which waits for the device.
+    """
+
+    def __init__(self, spec: KVCacheSpec, params: KVParams) -> None:
+        super().__init__()
+        self.spec, self.params = spec, params
+        self.key_scale, self.value_scale = _scale(params.key_scale, "key_scale"), _scale(params.value_scale, "value_scale")
+        self.elements = _ELEMENTS[spec.keys.kind]
+        self.own: Plan | None = None
+        self.host: Tensor | None = None
+        self.given: Plan | None = None
+
+    @property
+    def width(self) -> int:
+        """Elements of one token's keys, or values."""
+        return self.spec.num_kv_heads * self.spec.head_dim
+
+    @property
+    def page_bytes(self) -> int:
+        return 2 * self.spec.page_size * self.width * self.elements.itemsize
+
+    @property
+    def tail_bytes(self) -> int:
+        return 0
+
+    def cache(self, pages: Tensor) -> Tensor:
+        """The pages as FlashInfer reads them: ``[num_pages, 2, page_size, kv heads, head_dim]``, a view."""
+        if pages.dtype != torch.uint8 or pages.dim() != 2 or pages.shape[1] != self.page_bytes or not pages.is_contiguous():
+            found = f"{pages.dtype} {list(pages.shape)}"
+            raise ShapeError("pages", found, f"give contiguous uint8 [.., {self.page_bytes}]")
+        s = self.spec
+        return pages.view(self.elements).view(-1, 2, s.page_size, s.num_kv_heads, s.head_dim)
+
+    def append(
+        self, pages: Tensor, k: Tensor, v: Tensor, slots: Tensor, tails: Tensor | None = None, tail_ids: Tensor | None = None
+    ) -> None:
+        s, cache = self.spec, self.cache(pages)
+        shape, dtype = (slots.shape[0], s.num_kv_heads, s.head_dim), torch_dtype(s.dtype)
+        for name, x in (("keys", k), ("values", v)):
+            if tuple(x.shape) != shape or x.dtype != dtype or x.device != pages.device:
+                raise ShapeError(name, f"{x.dtype} {list(x.shape)} on {x.device}", f"give {dtype} {list(shape)} on {pages.device}")
+        if slots.dtype != torch.int64 or slots.device != pages.device:
+            raise ShapeError("slots", f"{slots.dtype} on {slots.device}", f"give int64 [T] on {pages.device}")
+        for side, (x, scale) in enumerate(((k, self.key_scale), (v, self.value_scale))):
+            if pages.is_cuda:
+                self._launch_append(cache, x.reshape(len(slots), -1).contiguous(), slots.contiguous(), side, scale)
+            else:
+                self._store(cache, x, slots, side, scale)
+
+    def _launch_append(self, cache: Tensor, x: Tensor, slots: Tensor, side: int, scale: float) -> None:
+        from hal_backend_cuda.providers.flashinfer.append import append_tokens
+
+        if not len(slots):
+            return
+        size, block = self.spec.page_size, min(1024, 1 << (self.width - 1).bit_length())
+        append_tokens[(len(slots), -(-self.width // block))](
+            x, cache, slots, self.width, size, cache.stride(0), side * size * self.width, cache.shape[0] * size, scale,
+            FP8=self.spec.keys.kind == "fp8", BW=block,
+        )  # fmt: skip
+
+    def _store(self, cache: Tensor, x: Tensor, slots: Tensor, side: int, scale: float) -> None:
+        size = self.spec.page_size
+        count = cache.shape[0] * size
+        if bool(((slots < -1) | (slots >= count)).any()):
+            wrong = slots[(slots < -1) | (slots >= count)]
+            raise ShapeError("slots", f"{int(wrong[0])}", f"these run from -1 to {count - 1}")
+        kept = slots >= 0
+        rows = x[kept]
+        if self.spec.keys.kind == "fp8":
+            rows = (rows.float() / scale).clamp(-_LARGEST, _LARGEST)
+        cache[slots[kept] // size, side, slots[kept] % size] = rows.to(self.elements)
+
+    def plan(
+        self,
+        pages: int,
+        block_table: Tensor,
+        lengths: Tensor,
+        query_starts: Tensor,
+        *,
+        scale: float | None = None,
+        causal: bool = True,
+        graph: bool = False,
+    ) -> Plan:
+        """Plan for a batch, and use it in every ``attend`` until the next plan or ``forget``.
+
+        Args:
+            pages: number of pages of the cache.
+            block_table: as ``attend`` takes it; on the host it saves a wait, and so do the next two.
+            lengths: as ``attend`` takes them.
+            query_starts: as ``attend`` takes them.
+            scale: as ``attend`` takes it.
+            causal: as ``attend`` takes it.
+            graph: make a plan whose launches may be captured. Planning again for a batch of as many sequences, outside the graph,
+                changes what its replays read.
+        """
+        batch = self._batch(self._host(block_table, lengths, query_starts), block_table.shape, pages)
+        found = planned(self.given, self.spec, batch, self._device(block_table), graph, len(lengths), block_table.numel())
+        self._set(found, batch, scale, causal)
+        self.given = found
+        return found
+
+    def share(self, plan: Plan) -> None:
+        """Use a plan that another layer of the same spec made."""
+        if plan.spec != self.spec:
+            raise ShapeError("a shared plan", f"was made for {plan.spec}", f"this cache is {self.spec}")
+        self.given = plan
+
+    def forget(self) -> None:
+        """Plan for each call again."""
+        self.given = None
+
+    @staticmethod
+    def _device(table: Tensor) -> torch.device:
+        return table.device if table.is_cuda else torch.device("cuda", torch.cuda.current_device())
+
+    @staticmethod
+    def _host(table: Tensor, lengths: Tensor, starts: Tensor) -> Tensor:
+        """All that a plan depends on, in one copy."""
+        return torch.cat([starts.reshape(-1).long(), lengths.reshape(-1).long(), table.reshape(-1).long()]).cpu()
+
+    def _batch(self, host: Tensor, shape: torch.Size, pages: int) -> Batch:
+        rows = shape[0]
+        return Batch.of(host[2 * rows + 1 :].view(shape), host[rows + 1 : 2 * rows + 1], host[: rows + 1], self.spec.page_size, pages)
+
+    def _set(self, plan: Plan, batch: Batch, scale: float | None, causal: bool) -> None:
+        factor = self.spec.head_dim**-0.5 if scale is None else scale
+        plan.set(batch, causal, factor, torch_dtype(self.spec.dtype), self.elements)
+
+    def _planned(self, pages: Tensor, table: Tensor, lengths: Tensor, starts: Tensor, scale: float | None, causal: bool) -> Plan:
+        factor = self.spec.head_dim**-0.5 if scale is None else scale
+        if self.given is not None:
+            if self.given.scale != factor or (not self.given.decode and self.given.causal != causal):
+                raise ShapeError("attend", f"scale {factor}, causal {causal}", "the plan was made for others: plan again")
+            return self.given
+        if torch.cuda.is_current_stream_capturing():
+            raise HalError("attend under graph capture", "there is no plan", "call plan(.., graph=True) before the capture")
+        host = self._host(table, lengths, starts)
+        known = (
+            self.own is not None
+            and self.host is not None
+            and torch.equal(self.host, host)
+            and (self.own.scale, self.own.causal) == (factor, causal)
+        )
+        if not known:
+            batch = self._batch(host, table.shape, pages.shape[0])
+            self.own = planned(self.own, self.spec, batch, pages.device, False, len(lengths), 0)
+            self._set(self.own, batch, scale, causal)
+            self.host = host
+        assert self.own is not None  # set above, or known
+        return self.own
+
+    def attend(
+        self,
+        q: Tensor,
+        pages: Tensor,
+        block_table: Tensor,
+        lengths: Tensor,
+        query_starts: Tensor,
+        *,
+        scale: float | None = None,
+        causal: bool = True,
+        tails: Tensor | None = None,
+        tail_ids: Tensor | None = None,
+        sinks: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        cache = self._checked(q, pages, sinks)
+        result = torch.empty_like(q) if out is None else out
+        lse = torch.empty(q.shape[0], q.shape[1], dtype=torch.float32, device=q.device)
+        if len(q):
+            plan = self._planned(pages, block_table, lengths, query_starts, scale, causal)
+            plan.run(q, cache, self.key_scale, self.value_scale, result, lse)
+        return result, lse.mul_(_LN2)
+
+    def attend_planned(self, q: Tensor, pages: Tensor, out: Tensor | None = None) -> Tensor:
+        """Only the result, by the caller's plan: FlashInfer's launch and nothing else."""
+        if self.given is None:
+            raise HalError("attend_planned", "there is no plan", "call plan(..) first")
+        result = torch.empty_like(q) if out is None else out
+        self.given.run(q, self._checked(q, pages, None), self.key_scale, self.value_scale, result, None)
+        return result
+
+    def _checked(self, q: Tensor, pages: Tensor, sinks: Tensor | None) -> Tensor:
+        s = self.spec
+        if q.dim() != 3 or tuple(q.shape[1:]) != (s.num_heads, s.head_dim) or q.dtype != torch_dtype(s.dtype) or q.device != pages.device:
+            found = f"{q.dtype} {list(q.shape)} on {q.device}"
+            raise ShapeError("queries", found, f"give {s.dtype} [T, {s.num_heads}, {s.head_dim}] on {pages.device}")
+        if sinks is not None:
+            raise ShapeError("sinks", "given", "the spec says sinks=False")
+        return self.cache(pages)
+
+    def materialize(
+        self,
+        pages: Tensor,
+        block_row: Tensor,
+        length: int,
+        tails: Tensor | None = None,
+        tail_id: int | None = None,
+        *,
+        dtype: str | None = None,
+        start: int = 0,
+    ) -> tuple[Tensor, Tensor]:
+        cache, size = self.cache(pages), self.spec.page_size
+        if not 0 <= start <= length <= len(block_row) * size:
+            raise ShapeError("length", f"positions {start} to {length}", f"the row has {len(block_row)} pages of {size} tokens")
+        position = torch.arange(start, length, device=pages.device)
+        rows = cache[block_row.long()[position // size], :, position % size].float()
+        kind = torch_dtype(dtype or self.spec.dtype)
+        return (rows[:, 0] * self.key_scale).to(kind), (rows[:, 1] * self.value_scale).to(kind)
+
+    def update(self, weights: KVParams) -> None:
+        """Take other scales. They are part of launches: graphs that were captured with others keep those."""
+        key, value = _scale(weights.key_scale, "key_scale"), _scale(weights.value_scale, "value_scale")
+        if self.given is not None and self.given.graph and (key, value) != (self.key_scale, self.value_scale):
+            raise ShapeError("update of a cache's scales", "a graph plan is in use", "capture the graph after the scales are known")
+        self.params, self.key_scale, self.value_scale = weights, key, value
+
+
+class FlashInferKV(KVKernel):
+    """Paged attention by FlashInfer's FA2 kernels: decode and prefill, keys and values alike."""
+
+    name = "kv_flashinfer"
+    devices = ("cuda",)
+    isa = ()
+    architectures = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
+    schemes = KVSchemeSet(keys=("bf16", "fp16", "fp8"), values=("bf16", "fp16", "fp8"), mixed=False)
+    numerics = Numerics()
+    dtypes = ("bf16", "fp16")
+    out_dtypes = ("bf16", "fp16")
+    head_dims = (64, 128, 256)
+    epilogue = KVEpilogue(gqa=True, value_dim=False, window=True, sink_tokens=False, sinks=False, soft_cap=True)
+    limits = ()
+    m_range = (1, None)
+    layout = "flashinfer.nhd"
+    error_bound = 6e-3
+    priority = 400
+
+    def refusals(self, spec: KVCacheSpec, machine: Machine) -> tuple[Refusal, ...]:
+        out: list[Any] = [*super().refusals(spec, machine), *package_refusals(machine, DISTRIBUTION, VERSIONS, INSTALL)]
+        if spec.keys.kind in {"bf16", "fp16"} and spec.keys.kind != spec.dtype:
+            fix = f"store the cache in {spec.dtype}, or use another kernel"
+            out.append(Refusal("kv.scheme", f"keys in {spec.keys} with {spec.dtype} queries", "serves one dtype for both", fix))
+        return tuple(out)
+
+    def prepare(self, spec: KVCacheSpec, weights: KVParams) -> FlashInferKVOp:
+        return FlashInferKVOp(spec, weights)
+
+
+KERNELS = (FlashInferKV(),)

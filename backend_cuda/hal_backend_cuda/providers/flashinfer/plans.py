@@ -1,0 +1,147 @@
+"""Plans of FlashInfer's paged attention: which pages hold which sequence, worked out on the host and kept for the kernels.
+
+FlashInfer asks for the lengths of a batch on the host before its kernels run. A plan made beforehand serves any number of calls,
+of all layers that share the shape, inside captured graphs too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from hal_backend_cuda.providers.calls import Bound, Call, bind
+
+from hal_core.errors import ShapeError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hal_core.spec import KVCacheSpec
+
+__all__ = ["CALLS", "Batch", "Plan", "planned"]
+
+#: Bytes that FlashInfer asks for sums of split sequences.
+_WORKSPACE = 128 << 20
+
+_DECODE, _PREFILL = "flashinfer.BatchDecodeWithPagedKVCacheWrapper", "flashinfer.BatchPrefillWithPagedKVCacheWrapper"
+_SHARED = ("num_qo_heads", "num_kv_heads", "page_size", "window_left", "logits_soft_cap", "q_data_type", "kv_data_type", "sm_scale")
+CALLS = {
+    "decode": Call(
+        _DECODE,
+        ("float_workspace_buffer", "kv_layout", "use_cuda_graph", "use_tensor_cores", "paged_kv_indptr_buffer", "paged_kv_indices_buffer",
+         "paged_kv_last_page_len_buffer", "backend"),
+    ),
+    "decode.plan": Call(
+        f"{_DECODE}.plan", ("indptr", "indices", "last_page_len", "head_dim", *_SHARED), through=f"{_DECODE}._plan_impl"
+    ),
+    "decode.run": Call(f"{_DECODE}.run", ("q", "paged_kv_cache", "k_scale", "v_scale", "out", "lse", "return_lse")),
+    "prefill": Call(
+        _PREFILL,
+        ("float_workspace_buffer", "kv_layout", "use_cuda_graph", "qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf",
+         "paged_kv_last_page_len_buf", "backend"),
+    ),
+    "prefill.plan": Call(
+        f"{_PREFILL}.plan",
+        ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len", "head_dim_qk", "causal", *_SHARED),
+    ),
+    "prefill.run": Call(f"{_PREFILL}.run", ("q", "paged_kv_cache", "k_scale", "v_scale", "out", "lse", "return_lse")),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch on the host: cached tokens, query rows and pages of each sequence.
+
+    indptr ``int32 [B + 1]``, indices ``int32 [pages]``, last ``int32 [B]``, starts ``int32 [B + 1]``: as FlashInfer takes them.
+    """
+
+    indptr: Tensor
+    indices: Tensor
+    last: Tensor
+    starts: Tensor
+
+    @classmethod
+    def of(cls, table: Tensor, lengths: Tensor, starts: Tensor, page_size: int, pages: int) -> Batch:
+        """From host tensors ``table [B, max_pages]``, ``lengths [B]``, ``starts [B + 1]``.
+
+        Raises:
+            ShapeError: a length beyond the table, fewer tokens than queries, a page outside ``[0, pages)``.
+        """
+        counts = torch.div(lengths + page_size - 1, page_size, rounding_mode="floor")
+        if bool(((lengths < 0) | (counts > table.shape[1])).any()):
+            at = int(((lengths < 0) | (counts > table.shape[1])).nonzero()[0])
+            raise ShapeError(f"lengths[{at}]", f"{int(lengths[at])}", f"the table has {table.shape[1]} pages of {page_size} tokens")
+        queries = starts[1:] - starts[:-1]
+        early = (queries < 0) | ((queries > lengths) & (lengths > 0))
+        if int(starts[0]) != 0 or bool(early.any()):
+            raise ShapeError("query_starts", f"{starts[:8].tolist()}..", "give numbers rising from 0; queries are the last cached tokens")
+        used = torch.arange(table.shape[1]) < counts[:, None]
+        indices = table[used]
+        if bool(((indices < 0) | (indices >= pages)).any()):
+            wrong = indices[(indices < 0) | (indices >= pages)]
+            raise ShapeError("block_table", f"page {int(wrong[0])}", f"pages run from 0 to {pages - 1}")
+        indptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        last = torch.where(counts > 0, lengths - (counts - 1) * page_size, 0)
+        return cls(*(t.to(torch.int32) for t in (indptr, indices, last, starts)))
+
+    @property
+    def decode(self) -> bool:
+        """Whether every sequence has one query row."""
+        return bool((self.starts[1:] - self.starts[:-1] == 1).all())
+
+
+class Plan:
+    """One of FlashInfer's wrappers, planned for a batch. graph: fixed batch size, buffers that keep their addresses."""
+
+    def __init__(self, spec: KVCacheSpec, device: torch.device, *, decode: bool, graph: bool, rows: int = 0, most_pages: int = 0) -> None:
+        self.spec, self.device, self.decode, self.graph, self.rows = spec, device, decode, graph, rows
+        self.kind = "decode" if decode else "prefill"
+        self.planner, self.runner = (bind(CALLS[f"{self.kind}.{verb}"]) for verb in ("plan", "run"))
+        self.wrapper = self._wrapper(bind(CALLS[self.kind]), most_pages)
+        self.places: tuple[int, ...] = ()
+        self.causal, self.scale = True, 0.0
+
+    def _wrapper(self, maker: Bound, most_pages: int) -> Any:
+        workspace = torch.zeros(_WORKSPACE, dtype=torch.uint8, device=self.device)
+        values: dict[str, Any] = {"float_workspace_buffer": workspace, "kv_layout": "NHD", "use_cuda_graph": self.graph, "backend": "fa2"}
+        if self.decode:
+            values["use_tensor_cores"] = True
+        if self.graph:
+            end = "fer" if self.decode else ""
+            sizes = {"paged_kv_indptr_buf": self.rows + 1, "paged_kv_indices_buf": most_pages, "paged_kv_last_page_len_buf": self.rows}
+            for name, size in sizes.items():
+                values[name + end] = torch.zeros(size, dtype=torch.int32, device=self.device)
+            if not self.decode:
+                values["qo_indptr_buf"] = torch.zeros(self.rows + 1, dtype=torch.int32, device=self.device)
+        return maker.target(**values)
+
+    def set(self, batch: Batch, causal: bool, scale: float, q_dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+        """Plan for a batch; waits for nothing but copies to the device."""
+        spec = self.spec
+        values: dict[str, Any] = {
+            "num_qo_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads, "page_size": spec.page_size,
+            "window_left": -1 if spec.window is None else spec.window - 1, "logits_soft_cap": spec.soft_cap or 0.0,
+            "q_data_type": q_dtype, "kv_data_type": kv_dtype, "sm_scale": scale,
+        }  # fmt: skip
+        if self.decode:
+            values |= {"indptr": batch.indptr, "indices": batch.indices, "last_page_len": batch.last, "head_dim": spec.head_dim}
+        else:
+            values |= {
+                "qo_indptr": batch.starts, "paged_kv_indptr": batch.indptr, "paged_kv_indices": batch.indices,
+                "paged_kv_last_page_len": batch.last, "head_dim_qk": spec.head_dim, "causal": causal,
+            }  # fmt: skip
+        self.wrapper.plan(**values)
+        self.causal, self.scale = causal, scale
+
+    def run(self, q: Tensor, cache: Tensor, k_scale: float, v_scale: float, out: Tensor, lse: Tensor | None) -> None:
+        """One launch (two where a value scale is not 1)."""
+        self.wrapper.run(q, cache, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, return_lse=lse is not None)
+
+
+def planned(found: Plan | None, spec: KVCacheSpec, batch: Batch, device: torch.device, graph: bool, rows: int, most_pages: int) -> Plan:
+    """``found`` where it can be planned anew for this batch, else another plan."""
+    fits = found is not None and (found.decode, found.graph) == (batch.decode, graph) and (not graph or found.rows == rows)
+    if fits and found is not None:
+        return found
+    return Plan(spec, device, decode=batch.decode, graph=graph, rows=rows, most_pages=most_pages)
