@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hal_core.bench.contestants import About, ContestantError
+from hal_core.bench.problem import threads_of
 from hal_core.bench.timer import Sample
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ _PEAK_SECONDS = 0.008
 #: Numbers of runs read side by side by each thread. Which one is fastest differs between processors.
 _STREAMS = (1, 2, 4, 8)
 _SIDE = 2048
+#: Steps of arithmetic from which a run's length is found.
+_TRIAL = 20000
 
 
 class ProbeContestant:
@@ -123,8 +126,12 @@ def _best(work: Callable[[int], object]) -> float:
 
 
 def _peaking(native: Any, name: str) -> tuple[Callable[[int], object], float]:
-    native.probe_peak(name, 1000)
-    steps = max(1000, int(20000 * _PEAK_SECONDS / max(_best(lambda _: native.probe_peak(name, 20000)), 1e-6)))
+    # by this thread's own clock: what else runs here must not make the runs shorter
+    with threads_of(1):
+        native.probe_peak(name, 1000)
+        start = time.thread_time()
+        native.probe_peak(name, _TRIAL)
+        steps = max(_TRIAL, int(_TRIAL * _PEAK_SECONDS / max(time.thread_time() - start, 1e-6)))
     return lambda _index: native.probe_peak(name, steps), float(native.probe_peak(name, steps))
 
 

@@ -185,4 +185,4 @@ def told(error: Exception, name: str) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     if not isinstance(error, HalError):
         text = f"{type(error).__name__}: {text}"
-    return text.removeprefix(f"{name}: ")[:600]
+    return text.removeprefix(f"{name.partition(':')[0]}: ")[:600]

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 __all__ = ["print_report"]
 
+#: Of the calls; from here on medians say little.
+_BUSY = 0.25
 _UNIT = {"read": ("GB/s", 1e9)}
 
 
@@ -26,6 +28,11 @@ def print_report(report: Report, out: Console, *, verbose: bool) -> None:
         limits = [c for c in report.ceilings if c.m == m]
         if limits:
             out.print(Text("limits in the same turns: " + ", ".join(map(_limit, limits))))
+    share = _disturbed(report)
+    if share is not None and share > _BUSY:
+        out.print(
+            Text(f"{share:.0%} of the calls lost their processor to other programs: run it again on a quieter machine", style="yellow")
+        )
     for line in report.absent:
         if verbose or not line.refused:
             at = "" if line.m is None else f" at M = {line.m}"
@@ -33,6 +40,13 @@ def print_report(report: Report, out: Console, *, verbose: bool) -> None:
     hidden = len({line.name for line in report.absent if line.refused})
     if hidden and not verbose:
         out.print(Text(f"{hidden} more kernels did not take part; --verbose says why"))
+
+
+def _disturbed(report: Report) -> float | None:
+    """Share of the calls during which the system took a processor away; None where that is not known."""
+    known = [row.seconds for row in report.rows if row.seconds.undisturbed is not None]
+    calls = sum(s.samples for s in known)
+    return None if not calls else 1 - sum(s.undisturbed or 0 for s in known) / calls
 
 
 def _setting(report: Report) -> str:
@@ -79,7 +93,7 @@ def _cells(row: Row, memory: bool, peers: bool) -> list[str]:
     rate = f"{row.gb_per_s:.1f} GB/s" if memory else f"{row.tera_per_s:.3f} TOP/s"
     share = row.of_read if memory else row.of_peak
     cells = [
-        row.name, row.numerics, _ms(s.median), _ms(s.least), f"{_ms(s.lower)}-{_ms(s.upper)}",
+        row.name, row.numerics.partition(",deterministic")[0], _ms(s.median), _ms(s.least), f"{_ms(s.lower)}-{_ms(s.upper)}",
         "-" if row.snr_db is None else f"{row.snr_db:.1f} dB", f"{row.bits_per_weight:.2f}", rate,
         "-" if share is None else f"{share:.0%} of {'reading' if memory else row.kind}",
     ]  # fmt: skip
