@@ -6,6 +6,7 @@ Its pool of threads polls: with as many threads as cores it waits for the schedu
 from __future__ import annotations
 
 import importlib.metadata
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from runner import Matrix, Peer, Problem, RefusedError, bf16, pack_words, serve
 from torch import Tensor
 
 MOST_ROWS = 4096
+#: Classes over the same tensors, with what they compute.
+KINDS = {"AVXVNNI256GPTQInt4Packed_MOE": ("int8 activations", "int8"), "AVX2GPTQInt4_MOE": ("exact", "float")}
 
 
 class KtKernel(Peer):
@@ -27,8 +30,6 @@ class KtKernel(Peer):
         except (ImportError, OSError) as error:
             raise RefusedError(f"its library does not load: {error}") from error
         self.problem, self.library = problem, kt_kernel.kt_kernel_ext
-        kind = getattr(self.library.moe, "AVXVNNI256GPTQInt4Packed_MOE", None)
-        problem.need(kind is not None, "its build for this processor has no experts of the GPTQ form")
         pool = self.library.WorkerPoolConfig()
         pool.subpool_count, pool.subpool_numa_map, pool.subpool_thread_count = 1, [0], [problem.threads]
         self.pool_of_threads = self.library.CPUInfer(pool)
@@ -37,12 +38,19 @@ class KtKernel(Peer):
             tensors[f"{role}_proj"], tensors[f"{role}_scale"] = gptq(m), m.scales.transpose(-1, -2).contiguous()
         size = problem.parameters * (0.5 + 4 / problem.group)
         self.copies = problem.copies_of(size)
+        name, kind = self.best()
         self.sets = [self.packed(kind, tensors) for _ in range(self.copies)]
         versions = {"kt-kernel": importlib.metadata.version("kt-kernel")}
         return {
-            "name": "GPTQInt4Packed", "numerics": "int8 activations", "kind": "int8", "weight_bytes": size / problem.experts,
-            "versions": versions,
+            "name": name, "numerics": KINDS[name][0], "kind": KINDS[name][1], "weight_bytes": size / problem.experts, "versions": versions,
         }  # fmt: skip
+
+    def best(self) -> tuple[str, Any]:
+        """The class for this processor; making one that it lacks the instructions for breaks the process's memory."""
+        name = "AVXVNNI256GPTQInt4Packed_MOE" if "avx_vnni" in Path("/proc/cpuinfo").read_text().split() else "AVX2GPTQInt4_MOE"
+        kind = getattr(self.library.moe, name, None)
+        self.problem.need(kind is not None, "its build for this processor has no experts of the GPTQ form")
+        return name, kind
 
     def packed(self, kind: Any, tensors: dict[str, Tensor]) -> Any:
         p = self.problem
