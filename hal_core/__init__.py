@@ -7,6 +7,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from hal_core.api import backends, candidates, explain, load, open_checkpoint, policy, prepare, probe, refresh, select
+from hal_core.check import check
 from hal_core.errors import (
     CapacityError,
     ContractError,
@@ -104,6 +105,7 @@ __all__ = [
     "__version__",
     "backends",
     "candidates",
+    "check",
     "diff",
     "explain",
     "kv_cache",

@@ -1,0 +1,109 @@
+"""Tile sizes by architecture and number of rows: plain tables, so that every entry can be compiled ahead of time and tested."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+__all__ = ["Tile", "all_tiles", "linear_tile", "moe_tile"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Tile:
+    """bm: rows of activations. bn: outputs. split: parts of K that are summed afterwards. bk: columns of a step (float weights only).
+
+    weights: scales are applied to the weights instead of to the sums (grouped integer weights with bfloat16 activations only).
+    """
+
+    bm: int
+    bn: int
+    warps: int
+    stages: int
+    split: int = 1
+    bk: int = 64
+    weights: bool = False
+
+
+#: (most rows of an expert on average, tile of gate and up, tile of down) for packed integer weights. Those of sm_90 were measured on
+#: an H200 (benchmarks/results), the others follow from what is known of the instructions.
+_MOE: dict[str, tuple[tuple[float, Tile, Tile], ...]] = {
+    "sm_90": (
+        (10, Tile(16, 64, 4, 3), Tile(16, 128, 4, 3)),
+        (24, Tile(32, 128, 4, 3), Tile(32, 64, 4, 3)),
+        (128, Tile(64, 64, 4, 4), Tile(32, 128, 4, 3, weights=True)),
+        (math.inf, Tile(64, 64, 4, 4), Tile(128, 128, 4, 3, weights=True)),
+    ),
+    "": (
+        (12, Tile(16, 64, 4, 3), Tile(16, 64, 4, 3)),
+        (48, Tile(32, 64, 4, 3), Tile(32, 64, 4, 3)),
+        (math.inf, Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
+    ),
+}
+#: (most rows, tiles that fill the chip, tile): K is split until there are so many.
+_LINEAR: dict[str, tuple[tuple[float, int, Tile], ...]] = {
+    "sm_90": (
+        (16, 800, Tile(16, 64, 4, 3)),
+        (32, 400, Tile(32, 64, 4, 3)),
+        (64, 384, Tile(64, 64, 4, 3)),
+        (math.inf, 300, Tile(128, 64, 4, 3)),
+    ),
+    "": (
+        (16, 800, Tile(16, 64, 4, 3)),
+        (32, 400, Tile(32, 64, 4, 3)),
+        (math.inf, 300, Tile(64, 64, 4, 3)),
+    ),
+}
+#: As _MOE, for weights that are multiplied as they are.
+_FLOAT: dict[str, tuple[tuple[float, Tile, Tile], ...]] = {
+    "sm_90": (
+        (10, Tile(16, 64, 4, 4, bk=128), Tile(16, 64, 4, 4, bk=128)),
+        (24, Tile(32, 64, 4, 3), Tile(32, 64, 4, 3, bk=128)),
+        (96, Tile(64, 64, 4, 3), Tile(64, 128, 4, 3)),
+        (math.inf, Tile(128, 128, 8, 3), Tile(128, 128, 4, 3)),
+    ),
+    "": (
+        (12, Tile(16, 64, 4, 3), Tile(16, 64, 4, 3)),
+        (48, Tile(32, 64, 4, 3), Tile(32, 64, 4, 3)),
+        (math.inf, Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
+    ),
+}
+#: fp8 with block scales needs room for the sums of a block beside those of all of K.
+_FP8: dict[str, tuple[tuple[float, Tile, Tile], ...]] = {
+    "sm_90": (
+        (10, Tile(16, 64, 4, 4, bk=128), Tile(16, 64, 4, 4, bk=128)),
+        (24, Tile(32, 64, 4, 4, bk=128), Tile(32, 64, 4, 4, bk=128)),
+        (math.inf, Tile(64, 64, 4, 4, bk=128), Tile(64, 128, 8, 4, bk=128)),
+    ),
+    "": (
+        (12, Tile(16, 64, 4, 3, bk=128), Tile(16, 64, 4, 3, bk=128)),
+        (math.inf, Tile(32, 64, 4, 3, bk=128), Tile(32, 64, 4, 3, bk=128)),
+    ),
+}
+_TABLES = {"integer": _MOE, "float": _FLOAT, "fp8": _FP8}
+
+
+def _rows_of(table: dict[str, T], arch: str) -> T:
+    return table.get(arch, table[""])
+
+
+def moe_tile(arch: str, rows: float, kind: str = "integer") -> tuple[Tile, Tile]:
+    """Tiles of gate/up and of down for that many rows an expert; kind of weights: "integer", "float" or "fp8"."""
+    return next((up, down) for most, up, down in _rows_of(_TABLES[kind], arch) if rows <= most)
+
+
+def linear_tile(arch: str, rows: int, n: int, steps: int, kind: str = "integer") -> Tile:
+    """Tile of one matrix; K is split where there are too few tiles otherwise, into parts of four steps at least."""
+    most, fill, tile = next(row for row in _rows_of(_LINEAR, arch) if rows <= row[0])
+    if kind != "integer":
+        tile = next(down for top, _, down in _rows_of(_TABLES[kind], arch) if min(rows, most) <= top)
+    tiles = -(-rows // tile.bm) * -(-n // tile.bn)
+    split = max(1, min(fill // tiles, steps // 4, 8))
+    return replace(tile, split=1 << (split.bit_length() - 1))
+
+
+def all_tiles(arch: str) -> dict[str, tuple[tuple[Tile, Tile], ...]]:
+    """Every pair of tiles that experts may be given, by kind of weights."""
+    return {kind: tuple((up, down) for _, up, down in _rows_of(table, arch)) for kind, table in _TABLES.items()}

@@ -1,0 +1,81 @@
+"""What happens to a tile of products before it is stored, and which rows a tile has: shared by the matrix kernels."""
+
+import triton
+import triton.language as tl
+
+__all__ = ["activated", "local_expert", "tile_rows"]
+
+
+@triton.jit
+def _curve(x, KIND: tl.constexpr):
+    if KIND == "silu":
+        y = x / (1.0 + tl.exp(-x))
+    elif KIND == "relu2":
+        y = tl.where(x < 0, 0.0, x)  # keeps NaN, which a maximum would drop
+        y = y * y
+    elif KIND == "gelu":
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:
+        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        y = x * (1.0 - 1.0 / (tl.exp(2.0 * inner) + 1.0))
+    return y
+
+
+@triton.jit
+def activated(up, gate, alpha, limit, KIND: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr):
+    """``act(gate) * up``, or ``act(up)`` when ungated; ``limit`` clamps gate from above and up on both sides first. float32."""
+    if LIMIT:
+        up = tl.where(up > limit, limit, up)
+        up = tl.where(up < -limit, -limit, up)
+        if GATED:
+            gate = tl.where(gate > limit, limit, gate)
+    if KIND == "none":
+        y = up
+    elif not GATED:
+        y = _curve(up, KIND)
+    elif KIND == "swiglu_oai":
+        y = (up + 1.0) * gate / (1.0 + tl.exp(-alpha * gate))
+    else:
+        y = _curve(gate, KIND) * up
+    return y
+
+
+@triton.jit
+def local_expert(ids, map_ptr, num_experts, experts, HAS_MAP: tl.constexpr):
+    """Local experts of global ids, -1 where there is none; and whether an id or the map's answer is out of range."""
+    wrong = (ids < -1) | (ids >= num_experts)
+    local = tl.where(wrong, -1, ids)
+    if HAS_MAP:
+        local = tl.load(map_ptr + tl.maximum(local, 0), mask=local >= 0, other=-1)
+    beyond = (local < -1) | (local >= experts)
+    return tl.where(beyond, -1, local), wrong | beyond
+
+
+@triton.jit
+def tile_rows(
+    pid_m, ids_ptr, map_ptr, slots_ptr, ends_ptr, tile_expert_ptr, tile_start_ptr, rows, num_experts, experts,
+    ROUTE: tl.constexpr, HAS_MAP: tl.constexpr, BM: tl.constexpr, SUB: tl.constexpr,
+):  # fmt: skip
+    """Expert of a tile (-1: nothing to do), its slots ``[BM]``, and which of them are there.
+
+    ROUTE "plain": rows one after another, one expert. "direct": one slot a tile. "sorted": as the routing kernels wrote it, where SUB of
+    these tiles stand for one of theirs.
+    """
+    lane = tl.arange(0, BM)
+    if ROUTE == "plain":
+        expert = 0
+        slot = pid_m * BM + lane
+        there = slot < rows
+    elif ROUTE == "direct":
+        expert, _ = local_expert(tl.load(ids_ptr + pid_m), map_ptr, num_experts, experts, HAS_MAP)
+        slot = pid_m + lane * 0
+        there = lane == 0
+    else:
+        expert = tl.load(tile_expert_ptr + pid_m // SUB)
+        end = tl.load(ends_ptr + tl.maximum(expert, 0))
+        place = tl.load(tile_start_ptr + pid_m // SUB) + pid_m % SUB * BM + lane
+        there = place < end
+        if SUB > 1:
+            expert = tl.where(tl.load(tile_start_ptr + pid_m // SUB) + pid_m % SUB * BM < end, expert, -1)
+        slot = tl.load(slots_ptr + place, mask=there, other=0)
+    return expert, slot, there

@@ -1,0 +1,297 @@
+"""From tensors to kernel launches: arguments, grids, scratch. Allocates through torch only and never waits for the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hal_core.triton import gemm, gemm_float, quantizers, routing, widen
+from hal_core.triton.layout import step_size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from hal_core.triton.configs import Tile
+    from hal_core.triton.layout import StepMatrix
+
+__all__ = [
+    "Epilogue", "FloatMatrix", "IntegerMatrix", "Route", "arch_of", "direct", "float_product", "integer_product", "plain", "quantize_fp8",
+    "quantize_int8", "sorted_by_expert", "sum_slots", "widened",
+]  # fmt: skip
+
+#: Slots that one program sorts, and slots of one program when there are more.
+_FEW, _CHUNK = 2048, 1024
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], values: dict[str, Any], warps: int, stages: int) -> None:
+    kernel[grid](**values, num_warps=warps, num_stages=stages)
+
+
+#: Replaced by tests that only compile.
+run: Callable[[Any, tuple[int, ...], dict[str, Any], int, int], None] = _launch
+
+
+def arch_of(device: torch.device) -> str:
+    """``sm_90`` or ``gfx942`` form; empty where there is no GPU (the interpreter)."""
+    if device.type != "cuda":
+        return ""
+    properties = torch.cuda.get_device_properties(device)
+    name = getattr(properties, "gcnArchName", "") if torch.version.hip else ""
+    return name.partition(":")[0] or f"sm_{properties.major}{properties.minor}"
+
+
+@dataclass(frozen=True, eq=False)
+class IntegerMatrix:
+    """Packed weights as ``integer_gemm`` reads them; group 0: one scale a row."""
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    mins: Tensor | None
+    perm: Tensor | None
+    bias: Tensor | None
+    n: int
+    k: int
+    group: int
+    bits: int
+
+    @classmethod
+    def of(cls, matrix: StepMatrix, bias: Tensor | None) -> IntegerMatrix:
+        own = matrix._buffers  # by attribute torch looks in three places
+        return cls(
+            own["codes"], own["scales"], own["zeros"], own["mins"], own["perm"], bias,  # type: ignore[arg-type]
+            matrix.n, matrix.k, matrix.group if matrix.grouped else 0, matrix.scheme.bits,
+        )  # fmt: skip
+
+    @property
+    def zero_kind(self) -> str:
+        return "integer" if self.zeros is not None else "minimum" if self.mins is not None else "none"
+
+    @property
+    def shift(self) -> Tensor:
+        """Zeros or minima; anything where there are none."""
+        if self.zeros is not None:
+            return self.zeros
+        return self.scales if self.mins is None else self.mins
+
+    @property
+    def scale_group(self) -> int:
+        """The kernel adds minima where scales are applied, so that one group of all of K stands for none."""
+        step = step_size(self.bits)
+        return -(-self.k // step) * step if self.mins is not None and not self.group else self.group
+
+
+@dataclass(frozen=True, eq=False)
+class FloatMatrix:
+    """``weight [.., n, k]`` of bfloat16, float16 or e4m3; scales float32 by block or by row."""
+
+    weight: Tensor
+    scales: Tensor | None
+    bias: Tensor | None
+    block: tuple[int, int] | None = None
+
+    @property
+    def n(self) -> int:
+        return int(self.weight.shape[-2])
+
+    @property
+    def k(self) -> int:
+        return int(self.weight.shape[-1])
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """What follows the product. router: "none", "input" or "output"."""
+
+    kind: str = "none"
+    alpha: float = 0.0
+    limit: float | None = None
+    router: str = "none"
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """Which rows go through which matrix; ``tiles`` is the most that there can be.
+
+    kind: "plain", "direct" or "sorted"; ``bm`` is the size of the tiles that the latter were cut into.
+    tensors: ids, map, slots, ends, tile_expert, tile_start, router; a stand-in where unused.
+    """
+
+    kind: str
+    rows: int
+    tiles: int
+    tensors: tuple[Tensor, ...]
+    num_experts: int = 1
+    experts: int = 1
+    has_map: bool = False
+    bm: int = 0
+
+    def sub(self, tile: Tile) -> int:
+        """Tiles of a product that one tile of the sort falls into."""
+        return self.bm // tile.bm if self.kind == "sorted" else 1
+
+
+def plain(x: Tensor, bm: int) -> Route:
+    """All rows through one matrix."""
+    return Route("plain", x.shape[0], -(-x.shape[0] // bm), (x,) * 7)
+
+
+def direct(ids: Tensor, weights: Tensor, expert_map: Tensor | None, num_experts: int, experts: int) -> Route:
+    """One slot a tile: for few slots nothing is won by sorting."""
+    mapping = ids if expert_map is None else expert_map
+    tensors = (ids, mapping, ids, ids, ids, ids, weights)
+    return Route("direct", ids.numel(), ids.numel(), tensors, num_experts, experts, expert_map is not None)
+
+
+def sorted_by_expert(
+    ids: Tensor, weights: Tensor, expert_map: Tensor | None, num_experts: int, experts: int, bm: int, flag: Tensor
+) -> Route:
+    """Slots sorted by expert, in tiles of ``bm`` that hold one expert each."""
+    numel, width = ids.numel(), max(16, 1 << (experts - 1).bit_length())
+    tiles = min(numel, -(-numel // bm) + min(experts, numel))
+    many = numel > _FEW
+    sizes = [numel, 3 * width, tiles, tiles, numel if many else 0]
+    room = torch.empty(sum(sizes), dtype=torch.int32, device=ids.device)
+    slots, scratch, tile_expert, tile_start, ranks = torch.split(room, sizes)
+    shared: dict[str, Any] = {
+        "ids_ptr": ids, "map_ptr": ids if expert_map is None else expert_map, "scratch_ptr": scratch, "numel": numel,
+        "num_experts": num_experts, "experts": experts, "HAS_MAP": expert_map is not None,
+    }  # fmt: skip
+    table = {"tile_expert_ptr": tile_expert, "tile_start_ptr": tile_start, "tiles": tiles, "BM": bm, "E": width, "CHUNK": 32}
+    flagged = {"flag_ptr": flag, "top_k": ids.shape[-1]}
+    if many:
+        grid = (-(-numel // _CHUNK),)
+        scratch.zero_()
+        run(routing.count_slots, grid, {**shared, **flagged, "ranks_ptr": ranks, "P": _CHUNK}, 4, 1)
+        run(routing.offsets, (1,), {"scratch_ptr": scratch, **table}, 8, 1)
+        run(routing.scatter_slots, grid, {**shared, "ranks_ptr": ranks, "slots_ptr": slots, "P": _CHUNK, "E": width}, 4, 1)
+    else:
+        power = max(16, 1 << (numel - 1).bit_length())
+        run(routing.sort_slots, (1,), {**shared, **flagged, **table, "slots_ptr": slots, "P": power}, 8, 1)
+    tensors = (ids, shared["map_ptr"], slots, scratch[2 * width :], tile_expert, tile_start, weights)
+    return Route("sorted", numel, tiles, tensors, num_experts, experts, expert_map is not None, bm)
+
+
+def _route_values(route: Route, tile: Tile, x_div: int) -> dict[str, Any]:
+    names = ("ids_ptr", "map_ptr", "slots_ptr", "ends_ptr", "tile_expert_ptr", "tile_start_ptr", "router_ptr")
+    return {
+        **dict(zip(names, route.tensors, strict=True)), "rows": route.rows, "num_experts": route.num_experts, "experts": route.experts,
+        "x_div": x_div, "ROUTE": route.kind, "HAS_MAP": route.has_map, "BM": tile.bm, "BN": tile.bn, "SPLIT": tile.split,
+        "SUB": route.sub(tile),
+    }  # fmt: skip
+
+
+def _epilogue_values(epilogue: Epilogue, bias: bool, gated: bool) -> dict[str, Any]:
+    return {
+        "alpha": epilogue.alpha, "limit": epilogue.limit or 0.0, "KIND": epilogue.kind, "LIMIT": epilogue.limit is not None,
+        "ROUTER": epilogue.router, "BIAS": bias, "GATED": gated,
+    }  # fmt: skip
+
+
+def integer_product(
+    x: Tensor, y: Tensor, up: IntegerMatrix, gate: IntegerMatrix | None, route: Route, tile: Tile, x_div: int, epilogue: Epilogue
+) -> None:
+    """``x [rows / x_div, k]`` to ``y [rows, n]``, or with a split to ``y [split, rows, n]`` float32."""
+    other = up if gate is None else gate
+    values = {
+        "x_ptr": x, "y_ptr": y, "w_ptr": up.codes, "s_ptr": up.scales, "z_ptr": up.shift,
+        "b_ptr": up.scales if up.bias is None else up.bias,
+        "gw_ptr": other.codes, "gs_ptr": other.scales, "gz_ptr": other.shift,
+        "gb_ptr": other.scales if other.bias is None else other.bias,
+        "perm_ptr": up.codes if up.perm is None else up.perm, "gperm_ptr": other.codes if other.perm is None else other.perm,
+        "N": up.n, "K": up.k, "n_pad": up.codes.shape[-2], "groups": up.scales.shape[-2],
+        "BITS": up.bits, "GROUP": up.scale_group, "ZERO": up.zero_kind, "PERM": up.perm is not None,
+        "EVEN_K": up.k % step_size(up.bits) == 0, "WEIGHTS": tile.weights and x.dtype == torch.bfloat16,
+        **_route_values(route, tile, x_div), **_epilogue_values(epilogue, up.bias is not None, gate is not None),
+    }  # fmt: skip
+    run(gemm.integer_gemm, (route.tiles * route.sub(tile) * -(-up.n // tile.bn), tile.split), values, tile.warps, tile.stages)
+
+
+def float_product(
+    x: Tensor, x_scales: Tensor | None, y: Tensor, up: FloatMatrix, gate: FloatMatrix | None, route: Route, tile: Tile, x_div: int,
+    epilogue: Epilogue, x_group: int = 128,
+) -> None:  # fmt: skip
+    """As :func:`integer_product`, for weights that are multiplied as they are."""
+    other = up if gate is None else gate
+    scales = "none" if up.scales is None else "row" if up.block is None else "block"
+    block = up.block or (1, tile.bk)
+    bk = min(tile.bk, block[1], x_group) if scales == "block" else tile.bk
+    stand_in = up.weight
+    values = {
+        "x_ptr": x, "xs_ptr": stand_in if x_scales is None else x_scales, "y_ptr": y, "w_ptr": up.weight,
+        "ws_ptr": stand_in if up.scales is None else up.scales, "b_ptr": stand_in if up.bias is None else up.bias,
+        "gw_ptr": other.weight, "gws_ptr": stand_in if other.scales is None else other.scales,
+        "gb_ptr": stand_in if other.bias is None else other.bias,
+        "N": up.n, "K": up.k, "SCALES": scales, "BLOCK_N": block[0], "BLOCK_K": block[1], "X_GROUP": x_group,
+        "EVEN_K": up.k % bk == 0, "BK": bk,
+        **_route_values(route, tile, x_div), **_epilogue_values(epilogue, up.bias is not None, gate is not None),
+    }  # fmt: skip
+    run(gemm_float.float_gemm, (route.tiles * route.sub(tile) * -(-up.n // tile.bn), tile.split), values, tile.warps, tile.stages)
+
+
+def widened(weight: IntegerMatrix, first: int, out: Tensor) -> Tensor:
+    """Outputs ``first`` to ``first + len(out)`` of one matrix, as the float type of ``out [rows, k]``."""
+    steps = -(-weight.k // step_size(weight.bits))
+    values = {
+        "w_ptr": weight.codes, "s_ptr": weight.scales, "z_ptr": weight.shift,
+        "perm_ptr": weight.codes if weight.perm is None else weight.perm, "out_ptr": out, "first_n": first, "N": first + out.shape[0],
+        "K": weight.k, "n_pad": weight.codes.shape[-2], "groups": weight.scales.shape[-2], "BITS": weight.bits, "GROUP": weight.group,
+        "ZERO": weight.zero_kind, "PERM": weight.perm is not None, "BN": 64,
+    }  # fmt: skip
+    run(widen.widen_steps, (steps, -(-out.shape[0] // 64)), values, 4, 1)
+    return out
+
+
+def sum_slots(
+    y: Tensor, out: Tensor, route: Route, scaling: float, flag: Tensor | None = None, bias: Tensor | None = None, parts: int = 1
+) -> None:
+    """``out [rows, h]`` from ``y [parts, rows * top_k, h]``; reports wrong ids where nothing before it did (``flag``)."""
+    rows, h = out.shape
+    ids, mapping = route.tensors[:2]
+    width = min(1024, max(128, 1 << (h - 1).bit_length()))
+    if rows < 32:
+        width = min(width, 256)
+    values = {
+        "y_ptr": y, "out_ptr": out, "ids_ptr": ids, "map_ptr": mapping, "b_ptr": y if bias is None else bias,
+        "flag_ptr": y if flag is None else flag, "rows": rows, "H": h, "part_stride": route.rows * h, "num_experts": route.num_experts,
+        "experts": route.experts, "scaling": scaling, "TOP_K": route.rows // rows, "PARTS": parts, "ROUTED": route.kind != "plain",
+        "HAS_MAP": route.has_map, "BIAS": bias is not None, "FLAG": flag is not None, "BH": width,
+    }  # fmt: skip
+    run(routing.slot_sum, (rows, -(-h // width)), values, 4, 1)
+
+
+def flag_only(route: Route, flag: Tensor, top_k: int) -> None:
+    """Reports wrong ids of a direct route."""
+    values = {
+        "ids_ptr": route.tensors[0], "map_ptr": route.tensors[1], "flag_ptr": flag, "numel": route.rows, "num_experts": route.num_experts,
+        "experts": route.experts, "top_k": top_k, "HAS_MAP": route.has_map, "P": _CHUNK,
+    }  # fmt: skip
+    run(routing.flag_slots, (-(-route.rows // _CHUNK),), values, 4, 1)
+
+
+def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``x [rows, k]`` to int8 codes and float32 scales ``[rows]``, one a token."""
+    rows, k = x.shape
+    codes, scales = torch.empty_like(x, dtype=torch.int8), torch.empty(rows, dtype=torch.float32, device=x.device)
+    if rows:
+        width = min(4096, max(64, 1 << (k - 1).bit_length()))
+        run(quantizers.int8_tokens, (rows,), {"x_ptr": x, "q_ptr": codes, "s_ptr": scales, "K": k, "BK": width}, 4, 1)
+    return codes, scales
+
+
+def quantize_fp8(x: Tensor, group: int | None) -> tuple[Tensor, Tensor]:
+    """``x [rows, k]`` to e4m3 codes and float32 scales ``[rows, ceil(k / group)]``; no group: one scale a token."""
+    rows, k = x.shape
+    width = 1 << (k - 1).bit_length() if group is None else group
+    groups = -(-k // width)
+    codes = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    scales = torch.empty(rows, groups, dtype=torch.float32, device=x.device)
+    if rows:
+        bm = max(1, min(16, 4096 // width))
+        values = {"x_ptr": x, "q_ptr": codes, "s_ptr": scales, "rows": rows, "K": k, "groups": groups, "GROUP": width, "BM": bm}
+        run(quantizers.fp8_groups, (-(-rows // bm), groups), values, 4, 1)
+    return codes, scales

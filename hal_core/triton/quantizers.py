@@ -1,0 +1,62 @@
+"""Activations to int8 with one scale a token, and to fp8 with one scale for every group of columns."""
+
+import triton
+import triton.language as tl
+
+__all__ = ["fp8_groups", "int8_tokens"]
+
+
+@triton.jit
+def _nearest(x):
+    """To the nearest integer, ties to even, for ``abs(x) < 2**22``: what float32 rounding does when its last place counts ones."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def _finite(x):
+    return tl.abs(x) <= 3.4028234663852886e38
+
+
+@triton.jit
+def int8_tokens(x_ptr, q_ptr, s_ptr, K, BK: tl.constexpr):
+    """One program a row: ``q = x / s`` in -127..127 with ``s = max(abs(x)) / 127``; a row with NaN or infinity gets the scale NaN."""
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BK)
+    largest = tl.zeros((BK,), tl.float32)
+    spoilt = tl.zeros((BK,), tl.int32)
+    for first in range(0, K, BK):
+        k = first + lane
+        x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0).to(tl.float32)
+        good = _finite(x)
+        largest = tl.maximum(largest, tl.where(good, tl.abs(x), 0.0))
+        spoilt = spoilt | (1 - good.to(tl.int32))
+    top = tl.max(largest, axis=0)
+    scale = tl.where(top > 0, tl.div_rn(top, 127.0), 1.0)
+    bad = tl.max(spoilt, axis=0) > 0
+    tl.store(s_ptr + row, tl.where(bad, float("nan"), scale))
+    for first in range(0, K, BK):
+        k = first + lane
+        x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0).to(tl.float32)
+        code = _nearest(tl.div_rn(tl.where(_finite(x), x, 0.0), scale))
+        code = tl.minimum(tl.maximum(code, -127.0), 127.0)
+        tl.store(q_ptr + row * K + k, code.to(tl.int8), mask=k < K)
+
+
+@triton.jit
+def fp8_groups(x_ptr, q_ptr, s_ptr, rows, K, groups, GROUP: tl.constexpr, BM: tl.constexpr):
+    """``q = x / s`` in e4m3 with ``s = max(abs(x)) / 448`` of GROUP columns; what is not finite becomes NaN and has no part in it."""
+    row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
+    group = tl.program_id(1)
+    k = group * GROUP + tl.arange(0, GROUP)
+    mask = (row < rows)[:, None] & (k < K)[None, :]
+    at = row[:, None] * K + k[None, :]
+    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    good = _finite(x)
+    top = tl.max(tl.where(good, tl.abs(x), 0.0), axis=1)
+    scale = tl.where(top > 0, tl.div_rn(top, 448.0), 1.0)
+    code = tl.div_rn(tl.where(good, x, 0.0), tl.broadcast_to(scale[:, None], (BM, GROUP)))
+    # the largest may round above 448, where e4m3 has only NaN
+    code = tl.minimum(tl.maximum(code, -448.0), 448.0)
+    code = tl.where(good, code, float("nan"))
+    tl.store(q_ptr + at, code.to(q_ptr.dtype.element_ty), mask=mask)
+    tl.store(s_ptr + row * groups + group, scale, mask=row < rows)

@@ -1,0 +1,118 @@
+"""The Triton kernels on a CUDA GPU: numbers, graphs, bad ids, sizes beyond 32 bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+
+import triton_cases as cases
+
+from hal_core.check import check
+from hal_core.errors import ShapeError
+from hal_core.triton import launch, ops
+from hal_core.triton.configs import Tile
+
+DEVICE = "cuda"
+
+
+@pytest.mark.parametrize("case", cases.LINEARS, ids=str)
+def test_linear_is_within_its_bound(case):
+    found, wanted = case.run(DEVICE)
+    assert cases.distance(found, wanted) < (cases.FP8_BOUND if case.scheme.startswith("fp8") else cases.BOUND[case.dtype])
+
+
+@pytest.mark.parametrize("arguments", cases.BLOCKS, ids=str)
+def test_experts_are_within_their_bound_and_wrong_ids_are_raised(arguments):
+    block = cases.Block(**arguments, device=DEVICE)
+    found = block.run()
+    if block.wrong:
+        with pytest.raises(ShapeError, match=f"{block.experts + 3} at token {block.tokens // 2}, slot 0"):
+            check()
+    check()
+    assert cases.distance(found, block.truth()) < block.bound
+
+
+@pytest.mark.parametrize("scheme", ["int4:g128", "int4:g32:zero", "int8:g128", "bf16"])
+@pytest.mark.parametrize("tokens", [1, 3, 64, 300, 1500])
+def test_large_experts(scheme, tokens):
+    block = cases.Block(scheme, 2048, 768, tokens, experts=32, top_k=8, device=DEVICE)
+    found = block.run()
+    check()
+    assert cases.distance(found, block.truth()) < block.bound
+    assert torch.equal(block.run(), found), "two runs give other bits"
+
+
+@pytest.mark.parametrize("rows", [1, 17, 64, 130, 700])
+@pytest.mark.parametrize("scheme", ["int4:g128", "int4:g128:zero", "int4:g32:min", "int8:g128", "bf16", "fp8_e4m3:b128x128"])
+def test_large_linear(scheme, rows):
+    found, wanted = cases.Linear(scheme, 3072, 4096, rows, bias=True).run(DEVICE)
+    assert cases.distance(found, wanted) < (cases.FP8_BOUND if scheme.startswith("fp8") else cases.BOUND["bf16"])
+
+
+@pytest.mark.parametrize("tiles", [(32, 64, 4, False), (64, 128, 8, True), (128, 64, 8, False), (128, 128, 8, True)])
+def test_every_tile_gives_the_same_numbers(tiles):
+    block = cases.Block("int4:g128", 512, 256, 200, experts=4, device=DEVICE)
+    tile = Tile(tiles[0], tiles[1], tiles[2], 3, weights=tiles[3])
+    assert cases.distance(block.run((tile, tile)), block.truth()) < block.bound
+
+
+def test_nan_stays_in_its_row():
+    block = cases.Block("int4:g32", 256, 128, 40, device=DEVICE)
+    clean = block.run()
+    block.x[7] = float("nan")
+    found = block.run()
+    assert found[7].isnan().all() or bool((block.good[7] < 0).all())
+    rest = [i for i in range(40) if i != 7]
+    assert torch.equal(found[rest], clean[rest])
+
+
+@pytest.mark.parametrize("tokens", [1, 200])
+def test_graphs_capture_and_see_new_inputs_and_weights(tokens):
+    block = cases.Block("int4:g32", 256, 128, tokens, device=DEVICE)
+    made, out = block.made(), torch.empty_like(block.x)
+    ops.moe(block.x, block.ids, block.scores, None, made, out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ops.moe(block.x, block.ids, block.scores, None, made, out)
+    block.x.copy_(torch.randn_like(block.x))
+    block.ids.copy_(torch.randint_like(block.ids, 0, block.experts))
+    made.up.codes.copy_(torch.randint_like(made.up.codes, -(2**31), 2**31 - 1))
+    graph.replay()
+    replayed = out.clone()
+    ops.moe(block.x, block.ids, block.scores, None, made, out)
+    assert torch.equal(out, replayed)
+    block.ids[0, 0] = 99
+    graph.replay()
+    with pytest.raises(ShapeError, match="99 at token 0, slot 0"):
+        check()
+
+
+def test_seventy_thousand_tokens_pass_32_bit_offsets():
+    block = cases.Block("int4:g128", 2048, 128, 70_000, experts=16, top_k=16, device=DEVICE)
+    assert block.tokens * block.top_k * block.hidden > 2**31
+    found = block.run()
+    check()
+    few = [0, 1, 34_999, 65_536, 69_998, 69_999]
+    whole = block.good, block.scores, block.x
+    block.good, block.scores, block.x = (t[few] for t in whole)
+    assert cases.distance(found[few], block.truth()) < block.bound
+    assert bool(found.isfinite().all())
+
+
+@pytest.mark.parametrize(("rows", "k"), [(1, 64), (33, 2048), (5, 5000)])
+def test_quantizers_round_to_nearest(rows, k):
+    x = torch.randn(rows, k, device=DEVICE).to(torch.bfloat16)
+    x[0, :3] = torch.tensor([float("nan"), float("inf"), 5.0])
+    codes, scales = launch.quantize_int8(x)
+    assert scales[0].isnan()
+    assert torch.equal(codes[1:].float(), (x[1:].float() / scales[1:, None]).round().clamp(-127, 127))
+    codes, scales = launch.quantize_fp8(x, 128)
+    spread = scales.repeat_interleave(128, dim=1)[:, :k]
+    wanted = (x.float() / spread).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    assert codes[0, :2].float().isnan().all()
+    wanted[0, :2] = codes[0, :2].float()
+    assert torch.equal(codes.float().nan_to_num(9e9), wanted.nan_to_num(9e9))

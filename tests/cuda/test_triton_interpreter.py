@@ -1,0 +1,88 @@
+"""The Triton kernels' numbers without a GPU: Triton's interpreter, repaired, against float64."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if torch.cuda.is_available():
+    pytest.skip("there is a CUDA device: test_triton_gpu runs the same cases on it", allow_module_level=True)
+pytest.importorskip("triton", reason="triton is not installed; `make test-cuda` brings it")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("TRITON_INTERPRET=1 must be set before triton is imported; `make test-cuda` does", allow_module_level=True)
+
+import triton_cases as cases
+import triton_interpreter
+
+from hal_core.check import check
+from hal_core.errors import ShapeError
+from hal_core.triton import launch
+
+triton_interpreter.repair()
+
+
+@pytest.mark.parametrize("case", cases.LINEARS, ids=str)
+def test_linear_is_within_its_bound(case):
+    found, wanted = case.run("cpu")
+    assert cases.distance(found, wanted) < (cases.FP8_BOUND if case.scheme.startswith("fp8") else cases.BOUND[case.dtype])
+
+
+@pytest.mark.parametrize("arguments", cases.BLOCKS, ids=str)
+def test_experts_are_within_their_bound_and_wrong_ids_are_raised(arguments):
+    block = cases.Block(**arguments)
+    found = block.run()
+    if block.wrong:
+        with pytest.raises(ShapeError, match=f"{block.experts + 3} at token {block.tokens // 2}, slot 0"):
+            check()
+    check()
+    assert cases.distance(found, block.truth()) < block.bound
+
+
+def test_many_slots_are_sorted_in_three_kernels(monkeypatch):
+    monkeypatch.setattr(launch, "_FEW", 16)
+    monkeypatch.setattr(launch, "_CHUNK", 32)
+    block = cases.Block("int4:g32", 64, 32, 50, wrong=True)
+    found = block.run()
+    with pytest.raises(ShapeError, match="9 at token 25, slot 0"):
+        check()
+    assert cases.distance(found, block.truth()) < block.bound
+
+
+def test_no_tokens():
+    block = cases.Block("int4:g32", 64, 32, 0)
+    assert block.run().shape == (0, 64)
+    assert cases.Linear("int4:g32", 64, 32, 0).run("cpu")[0].shape == (0, 64)
+
+
+def test_nan_stays_in_its_row():
+    block = cases.Block("int4:g32", 64, 64, 8)
+    block.good[:] = block.ids[:] = 1
+    block.x[3] = float("nan")
+    found, wanted = block.run(), block.truth()
+    assert found[3].isnan().all()
+    rest = [0, 1, 2, 4, 5, 6, 7]
+    assert cases.distance(found[rest], wanted[rest]) < block.bound
+
+
+def test_written_out_weights_are_those_of_the_definition():
+    for scheme in ("int4:g32:zero:act_order", "int4:channel:min", "int8:g64", "int8:channel:zero"):
+        rng = torch.Generator().manual_seed(torch.randint(1 << 30, ()).item())
+        weight = cases.random_weight(cases.WeightScheme.parse(scheme), (70, 160), rng)
+        wide = torch.full((66, 160), float("nan"), dtype=torch.bfloat16)
+        launch.widened(cases.matrix(weight), 4, wide)
+        assert torch.equal(wide, weight.dequantize()[4:].to(torch.bfloat16))
+
+
+@pytest.mark.parametrize(("rows", "k"), [(1, 64), (3, 200)])
+def test_quantizers_round_to_nearest(rows, k):
+    x = torch.randn(rows, k).to(torch.bfloat16)
+    codes, scales = launch.quantize_int8(x)
+    assert torch.equal(codes.float(), (x.float() / scales[:, None]).round().clamp(-127, 127))
+    codes, scales = launch.quantize_fp8(x, 128)
+    spread = scales.repeat_interleave(128, dim=1)[:, :k]
+    assert torch.equal(codes.float(), (x.float() / spread).clamp(-448, 448).to(torch.float8_e4m3fn).float())
+    x[0, :3] = torch.tensor([float("nan"), float("inf"), 5.0])
+    assert launch.quantize_int8(x)[1][0].isnan()
+    assert launch.quantize_fp8(x, 128)[0][0, :2].float().isnan().all()
