@@ -45,6 +45,8 @@ STABLE_TORCH_LIBRARY(hal_cpu, m) {
   m.def("unpack(Tensor packed, int n, int k, int bits, bool signed) -> Tensor");
   m.def("pack_groups(Tensor groups) -> Tensor");
   m.def("unpack_groups(Tensor groups, int n) -> Tensor");
+  m.def("unpack_words(Tensor words, str order, int bits, int count, bool signed, str isa) -> Tensor");
+  m.def("turn(Tensor matrix, str isa) -> Tensor");
   m.def("linear(" HAL_CPU_LINEAR_ARGUMENTS ") -> Tensor");
   m.def("linear_out(" HAL_CPU_LINEAR_ARGUMENTS ", Tensor(a!) out) -> ()");
   m.def(
@@ -64,6 +66,8 @@ STABLE_TORCH_LIBRARY_IMPL(hal_cpu, CPU, m) {
   m.impl("unpack", &hal_cpu::unpack_op);
   m.impl("pack_groups", &hal_cpu::pack_groups_op);
   m.impl("unpack_groups", &hal_cpu::unpack_groups_op);
+  m.impl("unpack_words", &hal_cpu::unpack_words_op);
+  m.impl("turn", &hal_cpu::turn_op);
   m.impl("linear", &hal_cpu::linear_op);
   m.impl("linear_out", &hal_cpu::linear_out_op);
   m.impl("lookup", &hal_cpu::lookup_op);

@@ -10,6 +10,8 @@ void pack_op(StableIValue* stack, uint64_t inputs, uint64_t outputs);
 void unpack_op(StableIValue* stack, uint64_t inputs, uint64_t outputs);
 void pack_groups_op(StableIValue* stack, uint64_t inputs, uint64_t outputs);
 void unpack_groups_op(StableIValue* stack, uint64_t inputs, uint64_t outputs);
+void unpack_words_op(StableIValue* stack, uint64_t inputs, uint64_t outputs);
+void turn_op(StableIValue* stack, uint64_t inputs, uint64_t outputs);
 void linear_op(StableIValue* stack, uint64_t inputs, uint64_t outputs);
 void linear_out_op(StableIValue* stack, uint64_t inputs, uint64_t outputs);
 void lookup_op(StableIValue* stack, uint64_t inputs, uint64_t outputs);

@@ -78,6 +78,16 @@ def unpack_groups(groups: torch.Tensor, n: int) -> torch.Tensor:
     return ops.unpack_groups(groups.contiguous(), n)
 
 
+def unpack_words(words: torch.Tensor, order: str, bits: int, count: int, *, signed: bool = False, isa: str = "auto") -> torch.Tensor:
+    """A checkpoint's packed int32 words to canonical values, as ``hal_core.formats.unpack.torch_codes``; isa: plain, avx2 or auto."""
+    return ops.unpack_words(words, order, bits, count, signed, isa)
+
+
+def turn(matrix: torch.Tensor, isa: str = "auto") -> torch.Tensor:
+    """[R, C] of elements of 1, 2 or 4 bytes to a contiguous [C, R]."""
+    return ops.turn(matrix, isa)
+
+
 def _div_up(a: int, b: int) -> int:
     return -(-a // b)
 
@@ -104,6 +114,18 @@ def _(groups):
 @torch.library.register_fake("hal_cpu::unpack_groups")
 def _(groups, n):
     return groups.new_empty((*groups.shape[:-3], n, groups.shape[-2]))
+
+
+@torch.library.register_fake("hal_cpu::unpack_words")
+def _(words, order, bits, count, signed, isa):
+    n = words.shape[0] if order == "rows" else words.shape[1] * (8 if order == "awq" else 1)
+    dtype = torch.int8 if signed and bits != 4 else torch.uint8
+    return words.new_empty((n, _div_up(count, 2) if bits == 4 else count), dtype=dtype)
+
+
+@torch.library.register_fake("hal_cpu::turn")
+def _(matrix, isa):
+    return matrix.new_empty((matrix.shape[1], matrix.shape[0]))
 
 
 @torch.library.register_fake("hal_cpu::linear")

@@ -6,6 +6,7 @@ from importlib.metadata import distribution
 from typing import TYPE_CHECKING
 
 from hal_backend_cpu import kernels, kernels_int8
+from hal_backend_cpu.unpack import CpuUnpacker
 from hal_core.manifest import FILE_NAME, BackendManifest
 
 if TYPE_CHECKING:
@@ -26,6 +27,9 @@ class CpuBackend:
 
     def kernels(self) -> tuple[Kernel, ...]:
         return (*kernels.KERNELS, *kernels_int8.KERNELS)
+
+    def unpackers(self) -> tuple[CpuUnpacker, ...]:
+        return (CpuUnpacker(),)
 
 
 backend = CpuBackend()
