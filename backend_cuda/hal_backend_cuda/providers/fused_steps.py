@@ -22,7 +22,7 @@ __all__ = ["TritonSteps", "fastest_steps"]
 #: Slots that get a block each without being counted: the experts of one token differ anyway.
 _DIRECT = 8
 #: Slots that one program sorts.
-_ONE = 1024
+_ONE = 4096
 #: Slots of one program where several count.
 _SHARE = 256
 
@@ -63,12 +63,12 @@ class TritonSteps:
             return Sorted(ids, experts, padded)
         lanes = _power(max(route.experts, 16))
         scratch = self._scratch(lanes, device)
-        sizes = (numel, places, route.num_experts, route.experts, top_k)
-        settings = {"HAS_MAP": mapped, "BM": block, "E": lanes, "CHUNK": max(16, 8192 // lanes)}
+        sizes = (numel, route.num_experts, route.experts, top_k)
+        settings = {"HAS_MAP": mapped, "BM": block, "E": lanes, "FILL": min(32, block & -block)}
         if numel <= _ONE:
             p = _power(max(numel, 32))
             step_kernels.sort_slots[(1,)](
-                route.ids, place, self.flag, scratch, ids, experts, padded, *sizes, P=p, num_warps=min(16, max(4, p // 64)), **settings
+                route.ids, place, self.flag, scratch, ids, experts, padded, *sizes, P=p, num_warps=min(16, max(4, p // 32)), **settings
             )
             return Sorted(ids, experts, padded)
         grid, ranks = (-(-numel // _SHARE),), torch.empty(numel, dtype=torch.int32, device=device)
@@ -104,7 +104,7 @@ class TritonSteps:
 
         tokens, top_k = route.ids.shape
         width = y.shape[1]
-        block = 256 if tokens < 64 else min(1024, _power(width))
+        block = 256 if tokens <= 256 else min(1024, _power(width))
         step_kernels.weighted_sum[(tokens, -(-width // block))](
             y, out, route.ids, route.weights, route.expert_map if route.expert_map is not None else route.ids, width,
             route.num_experts, route.experts, float(scaling), TOP_K=top_k, SUM=out.dim() == 2, HAS_MAP=route.expert_map is not None,

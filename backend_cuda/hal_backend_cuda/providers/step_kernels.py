@@ -39,48 +39,46 @@ def direct_slots(
 
 
 @triton.jit
-def _blocks(scratch_ptr, sorted_ptr, block_expert_ptr, padded_ptr, numel, places, BM: tl.constexpr, E: tl.constexpr, CHUNK: tl.constexpr):
-    """Counts ``scratch[0:E]`` to starts ``[E:2E]``; the experts of blocks, and the rows of places that stay empty. Counts become 0."""
+def _blocks(scratch_ptr, sorted_ptr, block_expert_ptr, padded_ptr, numel, BM: tl.constexpr, E: tl.constexpr, FILL: tl.constexpr):
+    """First places of experts, from counts ``scratch[0:E]``, which become 0; experts of blocks; rows of places that stay empty."""
     e = tl.arange(0, E)
     # volatile: the counts were made by atomics, behind the first-level cache
     counts = tl.load(scratch_ptr + e, volatile=True)
-    padded = (counts + BM - 1) // BM * BM
-    ends = tl.cumsum(padded, 0)
-    starts = ends - padded
+    blocks = (counts + BM - 1) // BM
+    padded = blocks * BM
+    starts = tl.cumsum(padded, 0) - padded
     # every warp has read the counts before one of them clears them
     tl.debug_barrier()
-    tl.store(scratch_ptr + E + e, starts)
     tl.store(scratch_ptr + e, tl.zeros((E,), tl.int32))
     tl.store(padded_ptr, tl.sum(padded, 0))
-    for lane in range(BM):
-        tl.store(sorted_ptr + starts + counts + lane, tl.zeros((E,), tl.int32) + numel, mask=counts + lane < padded)
-    for first in range(0, places // BM, CHUNK):
-        b = first + tl.arange(0, CHUNK)
-        expert = tl.sum((ends[None, :] <= (b * BM)[:, None]).to(tl.int32), axis=1)
-        tl.store(block_expert_ptr + b, tl.minimum(expert, E - 1), mask=(b < places // BM) & (expert < E))
+    for block in range(tl.max(blocks, 0)):
+        tl.store(block_expert_ptr + starts // BM + block, e, mask=block < blocks)
+    for first in tl.static_range(0, BM, FILL):
+        lane = first + tl.arange(0, FILL)
+        place = (starts + counts)[:, None] + lane[None, :]
+        tl.store(sorted_ptr + place, tl.zeros((E, FILL), tl.int32) + numel, mask=lane[None, :] < (padded - counts)[:, None])
+    return starts
 
 
 @triton.jit
 def sort_slots(
-    ids_ptr, map_ptr, flag_ptr, scratch_ptr, sorted_ptr, block_expert_ptr, padded_ptr, numel, places, num_experts, experts, top_k,
-    HAS_MAP: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, E: tl.constexpr, CHUNK: tl.constexpr,
+    ids_ptr, map_ptr, flag_ptr, scratch_ptr, sorted_ptr, block_expert_ptr, padded_ptr, numel, num_experts, experts, top_k,
+    HAS_MAP: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, E: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
     """All in one program (``numel <= P``). ``scratch int32 [2 E + 1]`` is zero before and its counts are zero after."""
     index = tl.arange(0, P)
     local = _local(ids_ptr, map_ptr, flag_ptr, index, numel, num_experts, experts, top_k, HAS_MAP)
     rank = tl.atomic_add(scratch_ptr + tl.maximum(local, 0), 1, mask=local >= 0)
     tl.debug_barrier()
-    _blocks(scratch_ptr, sorted_ptr, block_expert_ptr, padded_ptr, numel, places, BM, E, CHUNK)
-    tl.debug_barrier()
-    start = tl.load(scratch_ptr + E + tl.maximum(local, 0), mask=local >= 0, other=0, volatile=True)
+    starts = _blocks(scratch_ptr, sorted_ptr, block_expert_ptr, padded_ptr, numel, BM, E, FILL)
+    start = tl.gather(starts, tl.maximum(local, 0), 0)
     tl.store(sorted_ptr + start + rank, index, mask=local >= 0)
 
 
 @triton.jit
 def count_slots(
-    ids_ptr, map_ptr, flag_ptr, scratch_ptr, ranks_ptr, sorted_ptr, block_expert_ptr, padded_ptr,
-    numel, places, num_experts, experts, top_k,
-    HAS_MAP: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, E: tl.constexpr, CHUNK: tl.constexpr,
+    ids_ptr, map_ptr, flag_ptr, scratch_ptr, ranks_ptr, sorted_ptr, block_expert_ptr, padded_ptr, numel, num_experts, experts, top_k,
+    HAS_MAP: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, E: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
     """Counts per expert and each slot's rank in it; the program that comes last lays out the blocks."""
     index = tl.program_id(0) * P + tl.arange(0, P)
@@ -89,7 +87,8 @@ def count_slots(
     tl.store(ranks_ptr + index, rank, mask=index < numel)
     tl.debug_barrier()
     if tl.atomic_add(scratch_ptr + 2 * E, 1) == tl.num_programs(0) - 1:
-        _blocks(scratch_ptr, sorted_ptr, block_expert_ptr, padded_ptr, numel, places, BM, E, CHUNK)
+        starts = _blocks(scratch_ptr, sorted_ptr, block_expert_ptr, padded_ptr, numel, BM, E, FILL)
+        tl.store(scratch_ptr + E + tl.arange(0, E), starts)
         tl.store(scratch_ptr + 2 * E, 0)
 
 

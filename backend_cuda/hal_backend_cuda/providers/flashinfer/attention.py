@@ -6,6 +6,7 @@ A page holds ``[2, page_size, kv heads, head_dim]``, keys before values, in the 
 from __future__ import annotations
 
 import math
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,6 +56,10 @@ class FlashInferKVOp(KVOp):
         self.own: Plan | None = None
         self.host: Tensor | None = None
         self.given: Plan | None = None
+        self.dtype = torch_dtype(spec.dtype)
+        self.row = torch.Size((spec.num_heads, spec.head_dim))
+        #: The last pages seen and their view, while they live: making it again would cost as much as FlashInfer's checks.
+        self.seen: tuple[weakref.ref[Tensor], Tensor] | None = None
 
     @property
     def width(self) -> int:
@@ -71,11 +76,19 @@ class FlashInferKVOp(KVOp):
 
     def cache(self, pages: Tensor) -> Tensor:
         """The pages as FlashInfer reads them: ``[num_pages, 2, page_size, kv heads, head_dim]``, a view."""
+        if self.seen is not None and self.seen[0]() is pages:
+            return self.seen[1]
         if pages.dtype != torch.uint8 or pages.dim() != 2 or pages.shape[1] != self.page_bytes or not pages.is_contiguous():
             found = f"{pages.dtype} {list(pages.shape)}"
             raise ShapeError("pages", found, f"give contiguous uint8 [.., {self.page_bytes}]")
         s = self.spec
-        return pages.view(self.elements).view(-1, 2, s.page_size, s.num_kv_heads, s.head_dim)
+        found = pages.view(self.elements).view(-1, 2, s.page_size, s.num_kv_heads, s.head_dim)
+        self.seen = (weakref.ref(pages, self._forget_pages), found)
+        return found
+
+    def _forget_pages(self, _: object) -> None:
+        # the view would keep the memory of a cache that is gone
+        self.seen = None
 
     def append(
         self, pages: Tensor, k: Tensor, v: Tensor, slots: Tensor, tails: Tensor | None = None, tail_ids: Tensor | None = None
@@ -94,7 +107,7 @@ class FlashInferKVOp(KVOp):
                 self._store(cache, x, slots, side, scale)
 
     def _launch_append(self, cache: Tensor, x: Tensor, slots: Tensor, side: int, scale: float) -> None:
-        from hal_backend_cuda.providers.flashinfer.append import append_tokens
+        from hal_backend_cuda.providers.flashinfer.page_kernels import append_tokens
 
         if not len(slots):
             return
@@ -162,15 +175,16 @@ class FlashInferKVOp(KVOp):
     @staticmethod
     def _host(table: Tensor, lengths: Tensor, starts: Tensor) -> Tensor:
         """All that a plan depends on, in one copy."""
-        return torch.cat([starts.reshape(-1).long(), lengths.reshape(-1).long(), table.reshape(-1).long()]).cpu()
+        shape = torch.tensor(table.shape, device=table.device)
+        return torch.cat([starts.reshape(-1).long(), lengths.reshape(-1).long(), table.reshape(-1).long(), shape]).cpu()
 
     def _batch(self, host: Tensor, shape: torch.Size, pages: int) -> Batch:
         rows = shape[0]
-        return Batch.of(host[2 * rows + 1 :].view(shape), host[rows + 1 : 2 * rows + 1], host[: rows + 1], self.spec.page_size, pages)
+        return Batch.of(host[2 * rows + 1 : -2].view(shape), host[rows + 1 : 2 * rows + 1], host[: rows + 1], self.spec.page_size, pages)
 
     def _set(self, plan: Plan, batch: Batch, scale: float | None, causal: bool) -> None:
         factor = self.spec.head_dim**-0.5 if scale is None else scale
-        plan.set(batch, causal, factor, torch_dtype(self.spec.dtype), self.elements)
+        plan.set(batch, causal, factor, self.dtype, self.elements)
 
     def _planned(self, pages: Tensor, table: Tensor, lengths: Tensor, starts: Tensor, scale: float | None, causal: bool) -> Plan:
         factor = self.spec.head_dim**-0.5 if scale is None else scale
@@ -181,12 +195,8 @@ class FlashInferKVOp(KVOp):
         if torch.cuda.is_current_stream_capturing():
             raise HalError("attend under graph capture", "there is no plan", "call plan(.., graph=True) before the capture")
         host = self._host(table, lengths, starts)
-        known = (
-            self.own is not None
-            and self.host is not None
-            and torch.equal(self.host, host)
-            and (self.own.scale, self.own.causal) == (factor, causal)
-        )
+        own = self.own
+        known = own is not None and self.host is not None and torch.equal(self.host, host) and (own.scale, own.causal) == (factor, causal)
         if not known:
             batch = self._batch(host, table.shape, pages.shape[0])
             self.own = planned(self.own, self.spec, batch, pages.device, False, len(lengths), 0)
@@ -212,11 +222,23 @@ class FlashInferKVOp(KVOp):
     ) -> tuple[Tensor, Tensor]:
         cache = self._checked(q, pages, sinks)
         result = torch.empty_like(q) if out is None else out
-        lse = torch.empty(q.shape[0], q.shape[1], dtype=torch.float32, device=q.device)
-        if len(q):
-            plan = self._planned(pages, block_table, lengths, query_starts, scale, causal)
-            plan.run(q, cache, self.key_scale, self.value_scale, result, lse)
-        return result, lse.mul_(_LN2)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        if not len(q):
+            return result, lse
+        plan = self._planned(pages, block_table, lengths, query_starts, scale, causal)
+        plan.run(q, cache, self.key_scale, self.value_scale, result, lse)
+        return result, self._natural(lse, plan)
+
+    @staticmethod
+    def _natural(lse: Tensor, plan: Plan) -> Tensor:
+        """In place; a graph's replays may see empty sequences that its plan did not have."""
+        if not plan.empty and not plan.graph:
+            return lse.mul_(_LN2)
+        from hal_backend_cuda.providers.flashinfer.page_kernels import natural_logs
+
+        count = lse.numel()
+        natural_logs[(-(-count // 1024),)](lse, count, BW=1024)
+        return lse
 
     def attend_planned(self, q: Tensor, pages: Tensor, out: Tensor | None = None) -> Tensor:
         """Only the result, by the caller's plan: FlashInfer's launch and nothing else."""
@@ -227,10 +249,11 @@ class FlashInferKVOp(KVOp):
         return result
 
     def _checked(self, q: Tensor, pages: Tensor, sinks: Tensor | None) -> Tensor:
-        s = self.spec
-        if q.dim() != 3 or tuple(q.shape[1:]) != (s.num_heads, s.head_dim) or q.dtype != torch_dtype(s.dtype) or q.device != pages.device:
+        if q.dim() != 3 or q.shape[1:] != self.row or q.dtype != self.dtype or q.device != pages.device:
             found = f"{q.dtype} {list(q.shape)} on {q.device}"
-            raise ShapeError("queries", found, f"give {s.dtype} [T, {s.num_heads}, {s.head_dim}] on {pages.device}")
+            raise ShapeError("queries", found, f"give {self.dtype} [T, {', '.join(map(str, self.row))}] on {pages.device}")
+        if not q.is_cuda:
+            raise ShapeError("queries", f"on {q.device}", "FlashInfer's kernels run on a CUDA device")
         if sinks is not None:
             raise ShapeError("sinks", "given", "the spec says sinks=False")
         return self.cache(pages)

@@ -100,7 +100,7 @@ class Plan:
         self.planner, self.runner = (bind(CALLS[f"{self.kind}.{verb}"]) for verb in ("plan", "run"))
         self.wrapper = self._wrapper(bind(CALLS[self.kind]), most_pages)
         self.places: tuple[int, ...] = ()
-        self.causal, self.scale = True, 0.0
+        self.causal, self.scale, self.empty = True, 0.0, False
 
     def _wrapper(self, maker: Bound, most_pages: int) -> Any:
         workspace = torch.zeros(_WORKSPACE, dtype=torch.uint8, device=self.device)
@@ -132,7 +132,7 @@ class Plan:
                 "paged_kv_last_page_len": batch.last, "head_dim_qk": spec.head_dim, "causal": causal,
             }  # fmt: skip
         self.wrapper.plan(**values)
-        self.causal, self.scale = causal, scale
+        self.causal, self.scale, self.empty = causal, scale, bool((batch.last == 0).any())
 
     def run(self, q: Tensor, cache: Tensor, k_scale: float, v_scale: float, out: Tensor, lse: Tensor | None) -> None:
         """One launch (two where a value scale is not 1)."""

@@ -37,7 +37,7 @@ class _Humming:
         self.architectures, self.schemes, self.numerics = recipe.architectures, recipe.schemes, recipe.numerics
         self.dtypes = self.out_dtypes = recipe.dtypes
         self.layout = f"humming.{recipe.name}"
-        self.error_bound, self.priority = recipe.error_bound, recipe.priority
+        self.error_bound, self.priority = recipe.error_bound(self.op), recipe.priority
 
     def _own_refusals(self, spec: LinearSpec | MoESpec, machine: Machine, columns: tuple[int, ...]) -> tuple[Refusal, ...]:
         out = list(package_refusals(machine, DISTRIBUTION, VERSIONS, INSTALL))

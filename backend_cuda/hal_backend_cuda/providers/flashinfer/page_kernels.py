@@ -1,9 +1,9 @@
-"""Tokens into pages: one launch that rounds, casts and skips, or plain torch on the host."""
+"""Triton kernels beside FlashInfer's: tokens into pages, and logarithms as this project counts them."""
 
 import triton
 import triton.language as tl
 
-__all__ = ["append_tokens"]
+__all__ = ["append_tokens", "natural_logs"]
 
 
 @triton.jit
@@ -23,3 +23,12 @@ def append_tokens(
         x = tl.where(x > 448.0, 448.0, tl.where(x < -448.0, -448.0, x))
     place = slot // page_size * page_stride + side + slot % page_size * width
     tl.store(pages_ptr + place + lane, x.to(pages_ptr.dtype.element_ty), mask=(lane < width) & inside)
+
+
+@triton.jit
+def natural_logs(lse_ptr, count, BW: tl.constexpr):
+    """Logarithms to base 2 become natural ones; those of rows that saw no token, which FlashInfer gives as -50000, become -infinity."""
+    lane = tl.program_id(0) * BW + tl.arange(0, BW)
+    x = tl.load(lse_ptr + lane, mask=lane < count, other=0.0)
+    x = tl.where(x < -40000.0, float("-inf"), x * 0.6931471805599453)
+    tl.store(lse_ptr + lane, x, mask=lane < count)

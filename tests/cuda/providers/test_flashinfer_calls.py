@@ -1,0 +1,144 @@
+"""Every call into FlashInfer is bound against the installed version's real signatures; pages and plans are checked without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hal_backend_cuda.providers.calls import Call, bind, find
+from hal_backend_cuda.providers.flashinfer.attention import FlashInferKV
+from hal_backend_cuda.providers.flashinfer.plans import CALLS, Batch
+
+from hal_core.errors import ContractError, HalError, MissingDependencyError, ShapeError
+from hal_core.kv.op import KVParams
+from hal_core.kv.scheme import KVScheme
+from hal_core.spec import KVCacheSpec
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_attention_calls_fit(name):
+    pytest.importorskip("flashinfer", reason="needs flashinfer-python")
+    found = bind(CALLS[name])
+    assert found.keywords == frozenset(CALLS[name].keywords), "no keyword of these is optional"
+
+
+def takes(a, b, *, c=1):
+    return a, b, c
+
+
+def test_an_unknown_keyword_is_an_error_unless_it_is_optional():
+    with pytest.raises(ContractError, match="does not take d"):
+        bind(Call("x.takes", ("a", "b", "d")), takes)
+    found = bind(Call("x.takes", ("a", "b", "d"), optional=("d",)), takes)
+    assert found.arguments({"a": 1, "b": 2, "d": 3}) == {"a": 1, "b": 2}
+
+
+def test_a_parameter_without_default_must_be_given():
+    with pytest.raises(ContractError, match="needs b"):
+        bind(Call("x.takes", ("a",)), takes)
+
+
+def test_missing_libraries_and_names_are_told():
+    with pytest.raises(MissingDependencyError, match="no_such_library"):
+        find("no_such_library.thing")
+    with pytest.raises(ContractError, match="has no nothing"):
+        find("json.nothing")
+
+
+def spec(kind="bf16", **changes):
+    scheme = KVScheme.parse(kind)
+    return KVCacheSpec(**{"num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "page_size": 16, "keys": scheme, "values": scheme, **changes})
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16", "fp8"])
+def test_pages_keep_tokens(kind):
+    """On the host: keys before values, token by token; out-of-range numbers saturate."""
+    given = spec(kind, dtype="fp16" if kind == "fp16" else "bf16")
+    params = KVParams(torch.tensor(0.02), torch.tensor([0.05])) if kind == "fp8" else KVParams()
+    op = FlashInferKV().prepare(given, params)
+    assert op.page_bytes == 2 * 16 * 2 * 64 * (1 if kind == "fp8" else 2)
+    dtype = torch.float16 if kind == "fp16" else torch.bfloat16
+    rng = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(40, 2, 64, generator=rng).to(dtype) for _ in range(2))
+    k[3, 1, 5] = 1000.0
+    pages = torch.full((5, op.page_bytes), 255, dtype=torch.uint8)
+    row = torch.tensor([4, 0, 2], dtype=torch.int32)
+    slots = row.long().repeat_interleave(16)[:40] * 16 + torch.arange(40) % 16
+    slots[7] = -1
+    op.append(pages, k, v, slots)
+    found_k, found_v = op.materialize(pages, row, 40, dtype="fp32")
+    kept = torch.arange(40) != 7
+    if kind == "fp8":
+        assert found_k[3, 1, 5] == pytest.approx(448 * 0.02)
+        k[3, 1, 5] = 448 * 0.02
+        assert ((found_k - k.float()).abs()[kept] <= k.float().abs()[kept] * 2**-4 + 0.02 * 2**-9).all()
+        assert ((found_v - v.float()).abs()[kept] <= v.float().abs()[kept] * 2**-4 + 0.05 * 2**-9).all()
+    else:
+        assert torch.equal(found_k[kept], k.float()[kept])
+        assert torch.equal(found_v[kept], v.float()[kept])
+    assert (pages[1] == 255).all()
+    assert (pages[3] == 255).all()
+
+
+@pytest.mark.parametrize("slots", [[0, 80], [-2, 1]])
+def test_slots_out_of_range_write_nothing(slots):
+    op = FlashInferKV().prepare(spec(), KVParams())
+    pages = torch.zeros(5, op.page_bytes, dtype=torch.uint8)
+    x = torch.ones(2, 2, 64, dtype=torch.bfloat16)
+    with pytest.raises(ShapeError, match="these run from -1 to 79"):
+        op.append(pages, x, x, torch.tensor(slots))
+    assert not pages.any()
+
+
+def test_a_batch_as_flashinfer_takes_it():
+    table = torch.tensor([[7, 3, 9], [1, 0, 0], [5, 5, 5], [2, 4, 0]])
+    found = Batch.of(table, torch.tensor([40, 1, 0, 32]), torch.tensor([0, 1, 2, 3, 4]), 16, 10)
+    assert found.indptr.tolist() == [0, 3, 4, 4, 6]
+    assert found.indices.tolist() == [7, 3, 9, 1, 2, 4]
+    assert found.last.tolist() == [8, 1, 0, 16]
+    assert found.decode
+    assert not Batch.of(table, torch.tensor([40, 3, 2, 32]), torch.tensor([0, 5, 6, 6, 7]), 16, 10).decode
+
+
+@pytest.mark.parametrize(
+    ("table", "lengths", "starts", "told"),
+    [
+        ([[0, 1]], [33], [0, 1], r"lengths\[0\]: 33"),
+        ([[0, 1]], [-1], [0, 1], r"lengths\[0\]: -1"),
+        ([[0, 9]], [32], [0, 1], "page 9; pages run from 0 to 4"),
+        ([[0, 1]], [3], [0, 4], "queries are the last cached tokens"),
+        ([[0, 1], [0, 1]], [3, 3], [0, 2, 1], "rising"),
+        ([[0, 1]], [3], [1, 2], "rising from 0"),
+    ],
+)
+def test_batches_that_cannot_be(table, lengths, starts, told):
+    with pytest.raises(ShapeError, match=told):
+        Batch.of(torch.tensor(table), torch.tensor(lengths), torch.tensor(starts), 16, 5)
+
+
+def test_pages_of_another_form_are_refused():
+    op = FlashInferKV().prepare(spec(), KVParams())
+    for wrong in (torch.zeros(2, op.page_bytes), torch.zeros(2, op.page_bytes + 1, dtype=torch.uint8), torch.zeros(op.page_bytes, dtype=torch.uint8)):
+        with pytest.raises(ShapeError, match="pages"):
+            op.cache(wrong)
+
+
+def test_the_view_of_pages_does_not_keep_them():
+    op = FlashInferKV().prepare(spec(), KVParams())
+    pages = torch.zeros(2, op.page_bytes, dtype=torch.uint8)
+    assert op.cache(pages) is op.cache(pages)
+    del pages
+    assert op.seen is None
+
+
+def test_scales_of_each_head_are_refused():
+    with pytest.raises(ShapeError, match="one scale for all heads"):
+        FlashInferKV().prepare(spec("fp8"), KVParams(torch.ones(2), torch.ones(2)))
+
+
+def test_the_host_is_not_attended_from():
+    op = FlashInferKV().prepare(spec(), KVParams())
+    pages = torch.zeros(2, op.page_bytes, dtype=torch.uint8)
+    with pytest.raises(ShapeError, match="CUDA device"):
+        op.attend(torch.zeros(1, 8, 64, dtype=torch.bfloat16), pages, torch.zeros(1, 1), torch.ones(1), torch.tensor([0, 1]))
+    with pytest.raises(HalError, match="no plan"):
+        op.attend_planned(torch.zeros(1, 8, 64, dtype=torch.bfloat16), pages)
