@@ -121,7 +121,7 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if key_states.dim() != 4 or value_states.dim() != 4 or key_states.shape[:3] != value_states.shape[:3]:
             found = f"keys {list(key_states.shape)}, values {list(value_states.shape)}"
             raise ShapeError(self.plan.name, found, "give [batch, heads, tokens, channels] of both")
-        self._pending = key_states, value_states
+        self._pending = key_states.detach(), value_states.detach()  # packed tokens carry no gradients
         return mark(key_states, self), value_states
 
     def attend(self, call: AttentionCall) -> Tensor:
@@ -133,7 +133,7 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._check_batch(batch)
         seen = self._new_columns(call.padding, batch, count)
         rows = [count] * batch if seen is None else seen.sum(1).tolist()
-        k, v, q = (_rows(x, seen) for x in (key, value, call.query))
+        k, v, q = (_rows(x, seen) for x in (key, value, call.query.detach()))
         if not self._sequences:
             self._sequences = [pages.new() for _ in range(batch)]
         pages.append(k, v, self._sequences, rows)

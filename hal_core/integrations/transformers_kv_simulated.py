@@ -20,6 +20,7 @@ from hal_core.errors import SettingError
 from hal_core.integrations.transformers_kv_attention import is_supported, register_function
 from hal_core.kv.op import KVParams
 from hal_core.kv.quantizer import Quantizer, quantizer
+from hal_core.kv.scales import computed_params
 from hal_core.kv.scheme import KV_GROUP, KVScheme
 from hal_core.spec import KVCacheSpec
 
@@ -50,6 +51,9 @@ class _Simulation:
                 value_dim=value.shape[3], seed=self.seed,
             )  # fmt: skip
             params = self.params.get(layer)
+            if params is None and (spec.keys.scaled or spec.values.scaled):
+                tokens, others = key.transpose(1, 2).flatten(0, 1), value.transpose(1, 2).flatten(0, 1)
+                params = computed_params(spec, tokens, others, KVParams())
             self.made[layer] = quantizer(spec, "keys", params), quantizer(spec, "values", params)
         return self.made[layer]
 
@@ -68,7 +72,7 @@ def simulated_cache(
         keys: how keys are stored.
         values: how values are stored.
         seed: of the rotations.
-        params: static scales and channel splits by layer.
+        params: static scales and channel splits by layer; scales of the others are computed from the first forward's tokens.
 
     Raises:
         SettingError: the model's attention cannot be replaced.

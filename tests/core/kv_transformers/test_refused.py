@@ -1,0 +1,212 @@
+"""What a packed cache cannot serve is an error that says so; nothing is computed from a part of the keys."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from core.kv_transformers import models
+from golden import goldens
+from safetensors.torch import load_file, save_file
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+import hal_core  # noqa: E402
+from hal_core.errors import NoKernelError, PolicyError, SettingError, ShapeError, ValueDecodeError  # noqa: E402
+from hal_core.integrations.transformers import KVCache  # noqa: E402
+from hal_core.kv.op import KVParams  # noqa: E402
+
+POLICY = "require:reference"
+
+
+@pytest.fixture
+def model():
+    return models.model("llama")
+
+
+def test_schemes_policies_and_settings_are_checked_before_anything_runs(model):
+    with pytest.raises(ValueDecodeError, match="not understood"):
+        KVCache(model, "int5")
+    with pytest.raises(PolicyError):
+        KVCache(model, "int8", policy="whatever")
+    with pytest.raises(SettingError, match="calibrated"):
+        KVCache(model, "fp8", scales="calibrated")
+    with pytest.raises(ValueDecodeError, match="page_size"):
+        model(torch.tensor([[5, 6]]), cache=KVCache(model, "int8", page_size=20, policy=POLICY))
+
+
+def test_the_policy_chooses_the_kernel_and_explain_shows_it(model):
+    cache = KVCache(model, "turboquant:4", policy="require:kv=reference.*")
+    model(torch.tensor([[5, 6, 7]]), cache=cache)
+    assert cache.kernels() == {"reference.kv": 3}
+    (spec,) = {layer.spec for layer in cache.layers}
+    assert cache.layers[0].selection.policy == "require:kv=reference.*"
+    explained = str(hal_core.explain(spec, policy="require:kv=reference.*"))
+    assert "reference.kv" in explained
+    assert "k=turboquant:4" in explained
+
+
+def test_a_required_kernel_that_is_not_there_is_an_error_with_the_layer(model):
+    with pytest.raises((NoKernelError, PolicyError), match="nobody"):
+        model(torch.tensor([[5, 6, 7]]), cache=KVCache(model, "int8", policy="require:kv=nobody.*"))
+
+
+def test_require_refuses_scales_that_nobody_measured(model):
+    ids = torch.tensor([[5, 6, 7]])
+    with pytest.raises(NoKernelError, match=r"kv\.scales"):
+        model(ids, cache=KVCache(model, "fp8", policy=POLICY, scales="default"))
+    computed = KVCache(model, "fp8", policy=POLICY)
+    model(ids, cache=computed)
+    assert computed.report()["scales"] == {"computed": 3}
+    default = KVCache(model, "fp8", policy="auto", scales="default")
+    model(ids, cache=default)
+    assert default.report()["scales"] == {"default": 3}
+
+
+@pytest.fixture
+def scaled_folder(tmp_path):
+    """A quantized model whose checkpoint carries scales of an fp8 cache in one of its layers."""
+    import shutil
+
+    place = tmp_path / "model"
+    shutil.copytree(goldens.folder("ct_w4a16_channel"), place)
+    tensors = load_file(place / "model.safetensors")
+    tensors |= {f"model.layers.0.self_attn.{side}_scale": torch.tensor([value]) for side, value in (("k", 0.03125), ("v", 0.0625))}
+    save_file(tensors, place / "model.safetensors", {"format": "pt"})
+    return place
+
+
+def test_scales_of_a_checkpoint_reach_the_cache_with_their_source(scaled_folder):
+    model = hal_core.load(scaled_folder, policy=POLICY)
+    assert model.hal_kv_params[0].source == "calibrated"
+    cache = KVCache(model, "fp8", policy=POLICY)
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.inference_mode():
+        found = model(ids, cache=cache).logits
+    assert cache.report()["scales"] == {"calibrated": 1, "computed": len(cache.layers) - 1}
+    params = cache.layers[0]._pages.op.params
+    assert (params.key_scale.item(), params.value_scale.item()) == (0.03125, 0.0625)
+    assert cache.layers[0].spec.scales == "calibrated"
+    with torch.inference_mode():
+        other = model(ids, cache=KVCache(model, "fp8", policy="auto", scales="default")).logits
+        int8 = KVCache(model, "int8", policy=POLICY)
+        model(ids, cache=int8)
+    assert not torch.equal(found, other)
+    assert int8.report()["scales"] == {}
+
+
+def test_scales_can_be_given_instead(model):
+    params = {layer: KVParams(torch.ones(1), torch.ones(1), "calibrated") for layer in (0, 2)}
+    cache = KVCache(model, "fp8:head", policy=POLICY, params=params)
+    model(torch.tensor([[5, 6, 7]]), cache=cache)
+    assert [layer.scales for layer in cache.layers] == ["calibrated", "computed", "calibrated"]
+
+
+def test_another_attention_function_is_told_before_it_reads_a_part_of_the_keys(model):
+    cache = KVCache(model, "int8", policy=POLICY)
+    model.set_attn_implementation("sdpa")
+    model(torch.tensor([[5, 6, 7]]), cache=cache)
+    with pytest.raises(ShapeError, match=r"another function than hal.*set_attn_implementation"):
+        model(torch.tensor([[5]]), cache=cache)
+
+
+def test_another_batch_or_dtype_is_refused(model):
+    cache = KVCache(model, "int8", policy=POLICY)
+    model(torch.tensor([[5, 6, 7]]), cache=cache)
+    with pytest.raises(ShapeError, match="holds 1 sequences, a call has 2"):
+        model(torch.tensor([[5], [6]]), cache=cache)
+    cache.reset()
+    with pytest.raises(ShapeError, match="one cache for one model and dtype"):
+        model.to(torch.bfloat16)(torch.tensor([[5]]), cache=cache)
+
+
+def test_masks_that_change_their_mind_are_refused(model):
+    cache = KVCache(model, "int8", policy=POLICY)
+    model(torch.tensor([[5, 6, 7]]), attention_mask=torch.tensor([[0, 1, 1]]), cache=cache)
+    with pytest.raises(ShapeError, match="otherwise than when they came"):
+        model(torch.tensor([[5]]), attention_mask=torch.tensor([[1, 1, 1, 1]]), cache=cache)
+    cache.reset()
+    model(torch.tensor([[5, 6, 7]]), cache=cache)
+    with pytest.raises(ShapeError, match="otherwise than when they came"):
+        model(torch.tensor([[5]]), attention_mask=torch.tensor([[1, 0, 1, 1]]), cache=cache)
+
+
+def test_masks_of_other_shapes_are_refused(model):
+    cache = KVCache(model, "int8", policy=POLICY)
+    with pytest.raises(ShapeError, match=r"a mask of shape \[1, 1, 3, 3\]"):
+        model(torch.tensor([[5, 6, 7]]), attention_mask=torch.ones(1, 1, 3, 3, dtype=torch.bool), cache=cache)
+    cache.reset()
+    with pytest.raises(ShapeError, match=r"attention mask of shape \[1, 2\]"):
+        model(torch.tensor([[5, 6, 7]]), attention_mask=torch.ones(1, 2, dtype=torch.int64), cache=cache)
+
+
+def test_padding_on_the_right_is_served_without_a_window_and_refused_under_one():
+    ids, mask = torch.tensor([[5, 6, 7, 0], [5, 6, 7, 8]]), torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
+    model = models.model("llama")
+    alone = model(ids[:1, :3], cache=KVCache(model, "int8", policy=POLICY)).logits
+    both = model(ids, attention_mask=mask, cache=KVCache(model, "int8", policy=POLICY)).logits
+    assert torch.allclose(both[0, :3], alone[0], atol=1e-5)
+    windowed = models.model("mistral_window")
+    cache = KVCache(windowed, "int8", policy=POLICY)
+    with pytest.raises(ShapeError, match="pad on the left"):
+        windowed(ids, attention_mask=mask, cache=cache)
+
+
+def test_a_row_of_padding_alone_touches_no_other(model):
+    ids = torch.tensor([[5, 6, 7], [5, 6, 7]])
+    alone = model(ids[:1], cache=KVCache(model, "turboquant:4", policy=POLICY)).logits
+    both = model(ids, attention_mask=torch.tensor([[1, 1, 1], [0, 0, 0]]), cache=KVCache(model, "turboquant:4", policy=POLICY)).logits
+    assert torch.allclose(both[0], alone[0], atol=1e-5)
+    assert bool(both.isfinite().all())
+
+
+def test_keys_that_are_not_finite_are_refused(model):
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight[0, 0] = float("nan")
+    with pytest.raises(ShapeError, match="nan at token"):
+        model(torch.tensor([[5, 6, 7]]), cache=KVCache(model, "int8", policy=POLICY))
+
+
+def test_crops_beyond_what_is_cached_are_refused(model):
+    cache = KVCache(model, "int8", policy=POLICY)
+    model(torch.tensor([[5, 6, 7]]), cache=cache)
+    for count in (-4, 1):
+        with pytest.raises(ShapeError, match="from -3 to 0"):
+            cache.crop(count)
+    cache.crop(-3)
+    assert cache.get_seq_length() == 0
+
+
+def test_models_with_other_layers_are_refused():
+    mamba = transformers.MambaForCausalLM(transformers.MambaConfig(vocab_size=32, hidden_size=32, num_hidden_layers=2))
+    with pytest.raises(SettingError, match="attention interface"):
+        KVCache(mamba, "int8")
+    llama = models.model("llama")
+    llama.config.layer_types = ["full_attention", "linear_attention", "full_attention"]
+    with pytest.raises(SettingError, match="layers of linear_attention"):
+        KVCache(llama, "int8")
+    llama.config.layer_types = ["chunked_attention"] * 3
+    with pytest.raises(SettingError, match="layers of chunked_attention"):
+        KVCache(llama, "int8")
+    llama.config.layer_types, llama.config.is_causal = None, False
+    with pytest.raises(SettingError, match="not causal"):
+        KVCache(llama, "int8")
+    llama.config.is_causal, llama.config.num_kv_shared_layers = True, 1
+    with pytest.raises(SettingError, match="share keys and values"):
+        KVCache(llama, "int8")
+
+
+def test_dropout_is_refused(model):
+    model.config.attention_dropout = 0.5
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    model.train()
+    with pytest.raises(ShapeError, match="dropout"):
+        model(torch.tensor([[5, 6, 7]]), cache=KVCache(model, "int8", policy=POLICY))
+
+
+def test_masks_that_are_not_causal_are_refused(model):
+    from transformers.masking_utils import create_causal_mask
+
+    cache = KVCache(model, "int8", policy=POLICY)
+    with pytest.raises(ShapeError, match="other than causal"):
+        create_causal_mask(model.config, torch.zeros(1, 3, 64), None, cache, or_mask_function=lambda batch, head, query, key: key >= query)
