@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hal_core.errors import FormatError
 from hal_core.formats.base import Checkpoint, Entry
 from hal_core.formats.cache_scales import CACHE_SCALES, cache_notes, cache_params
+from hal_core.formats.fused_parts import check_parts
 from hal_core.formats.layers import check_layers
 from hal_core.schemes import WeightScheme
 
@@ -99,6 +100,7 @@ class FolderCheckpoint(Checkpoint):
                 f"tensor {first.name}", f"the config says module {module} is not quantized ({decision.reason})",
                 "correct the config, or store the module's plain weight",
             )  # fmt: skip
+        check_parts(module, decision, self._rules)
         packing = decision.rule.packing
         foreign = next((info.name for suffix, info in parts.items() if suffix not in packing.suffixes), None)
         if foreign is not None:

@@ -11,7 +11,7 @@ from hal_core.formats.quant_config import compile_pattern, has_components
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["ModuleList", "fused_names"]
+__all__ = ["ModuleList", "fused_names", "part_names"]
 
 #: A list written for an engine that fuses layers names the fused one; the file holds its parts.
 _FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
@@ -26,6 +26,12 @@ def fused_names(module: str, text: str = "") -> tuple[str, ...]:
     if fused is None or fused not in text:
         return (module,)
     return module, f"{parent}.{fused}" if parent else fused
+
+
+def part_names(module: str) -> tuple[str, ...]:
+    """The parts of a fused module by the names that they have alone; none of any other module."""
+    parent, _, last = module.rpartition(".")
+    return tuple(f"{parent}.{part}" if parent else part for part, fused in _FUSED.items() if fused == last)
 
 
 def _pattern(text: str, where: str) -> tuple[str, re.Pattern[str], bool]:

@@ -272,3 +272,61 @@ def test_patterns_that_could_take_forever_are_refused(pattern, kind, tmp_path):
 @pytest.mark.parametrize("pattern", ORDINARY)
 def test_patterns_that_tools_write_are_taken(pattern):
     assert compile_pattern(pattern, "config").pattern == pattern
+
+
+FUSED = {f"{LAYER}.self_attn.qkv_proj": (128, 64), f"{LAYER}.mlp.gate_up_proj": (192, 64), f"{LAYER}.mlp.down_proj": (64, 96)}
+CT_OTHER = {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": False}
+#: What gives one part of a fused module another scheme; the name that decides, and what both parts are.
+PARTED = {
+    "gptq": ({"dynamic": {r"+:.*\.v_proj": {"bits": 8}}}, "q_proj is int4:g32", "v_proj is int8:g32"),
+    "gptq_left_out": ({"dynamic": {r"-:.*\.k_proj": {}}}, "q_proj is int4:g32", "k_proj is not quantized"),
+    "awq": ({"modules_to_not_convert": ["up_proj"]}, "gate_proj is int4:g32:zero", "up_proj is not quantized"),
+    "autoround": ({"extra_config": {r".*up_proj": {"bits": 8}}}, "gate_proj is int4:g32", "up_proj is int8:g32"),
+    "ct": (
+        {"config_groups": {"group_0": {"targets": ["Linear"], "weights": checkpoints.CT_WEIGHTS},
+                           "group_1": {"targets": [r"re:.*\.k_proj$"], "weights": CT_OTHER}}},
+        "q_proj is int4:g32", "k_proj is int8:g32",
+    ),
+}  # fmt: skip
+
+
+def fused(tmp_path, kind, edit=None):
+    tensors, config, _ = checkpoints.make(kind, FUSED)
+    config["quantization_config"].update(edit or {})
+    return open_checkpoint(checkpoints.write(tmp_path / "model", tensors, config))
+
+
+@pytest.mark.parametrize("kind", list(PARTED))
+def test_a_fused_tensor_whose_parts_have_two_schemes_is_refused_with_both_names(tmp_path, kind):
+    edit, first, second = PARTED[kind]
+    with pytest.raises(FormatError, match="one tensor, but by the config") as error:
+        fused(tmp_path, kind.removesuffix("_left_out"), edit)
+    assert all(f"{LAYER}.{part}" in str(error.value).replace("self_attn.", "").replace("mlp.", "") for part in (first, second))
+
+
+@pytest.mark.parametrize("kind", ["gptq", "awq", "autoround", "ct"])
+def test_a_fused_tensor_whose_parts_agree_is_read(tmp_path, kind):
+    checkpoint = fused(tmp_path, kind)
+    for module, shape in FUSED.items():
+        assert tuple(checkpoint.read(f"{module}.weight").shape) == shape
+
+
+@pytest.mark.parametrize(
+    ("kind", "edit"),
+    [
+        ("gptq", {"dynamic": {r"+:.*\.qkv_proj": {"group_size": 32}, r"+:.*\.v_proj": {"bits": 8}}}),
+        ("autoround", {"extra_config": {f"{LAYER}.self_attn.qkv_proj": {"bits": 4}, f"{LAYER}.self_attn.v_proj": {"bits": 8}}}),
+    ],
+)
+def test_a_config_that_names_the_fused_module_has_decided(tmp_path, kind, edit):
+    assert scheme(fused(tmp_path, kind, edit), "self_attn.qkv_proj") == "int4:g32"
+
+
+def test_parts_that_are_stored_apart_may_differ(tmp_path):
+    module = f"{LAYER}.mlp.up_proj"
+    checkpoint = opened(tmp_path, "gptq", lambda quant: quant.update(dynamic={r"+:.*\.up_proj": {"bits": 8}}, sym=False),
+                        other={name: "gptq_8bit" if name == module else "gptq_asym" for name in MODULES})  # fmt: skip
+    assert scheme(checkpoint, "mlp.up_proj") == "int8:g32:zero"
+    assert scheme(checkpoint, "mlp.gate_proj") == "int4:g32:zero"
+    for name in MODULES:
+        checkpoint.read(f"{name}.weight")
