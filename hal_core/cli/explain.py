@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["register"]
 
-_OPS = ("linear", "moe", "embedding")
+_OPS = ("linear", "moe", "embedding", "kv")
 
 
 def register(app: typer.Typer) -> None:
@@ -35,6 +35,7 @@ def register(app: typer.Typer) -> None:
             "hal explain CKPT", "hal explain CKPT --tp 4 --facts h200", "hal explain CKPT --policy require:cpu --numerics exact",
             "hal explain --op linear --n 4096 --k 4096 --scheme int4:g128",
             "hal explain --op moe --experts 128 --top-k 8 --hidden 2048 --intermediate 768 --scheme int4:g32:zero --json",
+            "hal explain --op kv --heads 32 --kv-heads 8 --head-dim 128 --kv-cache turboquant:4",
             "hal explain CKPT --json > a.json", "hal explain --diff a.json b.json",
         ),
     )  # fmt: skip
@@ -42,7 +43,7 @@ def register(app: typer.Typer) -> None:
         checkpoint: Annotated[
             str | None, typer.Argument(metavar="[CKPT]", help="A checkpoint folder or .gguf file, unless --op or --diff is given.")
         ] = None,
-        op: Annotated[str | None, typer.Option(help="linear, moe or embedding, in place of a checkpoint.")] = None,
+        op: Annotated[str | None, typer.Option(help="linear, moe, embedding or kv, in place of a checkpoint.")] = None,
         diff: Annotated[
             tuple[Path, Path] | None, typer.Option("--diff", help="Two files of 'hal explain ... --json': print what differs.")
         ] = None,
@@ -52,6 +53,12 @@ def register(app: typer.Typer) -> None:
         top_k: Annotated[int, typer.Option(help="Experts of a token.")] = 8,
         hidden: Annotated[int, typer.Option(help="Hidden size of a block of experts.")] = 2048,
         intermediate: Annotated[int, typer.Option(help="Intermediate size of an expert.")] = 768,
+        heads: Annotated[int, typer.Option(help="Query heads of a key/value cache.")] = 32,
+        kv_heads: Annotated[int, typer.Option(help="Its key/value heads.")] = 8,
+        head_dim: Annotated[int, typer.Option(help="Its channels of a head.")] = 128,
+        page_size: Annotated[int, typer.Option(help="Its tokens of a page.")] = 32,
+        window: Annotated[int | None, typer.Option(help="Tokens that a query sees.", show_default="all")] = None,
+        kv_cache: Annotated[str, typer.Option("--kv-cache", help="How it stores them: int8, turboquant:4, k4v3 ...")] = "turboquant:4",
         scheme: Annotated[
             str, typer.Option(help="Weight scheme, e.g. int4:g128, int4:g32:zero, int4:g32:min, int8:channel.")
         ] = "int4:g128",
@@ -70,9 +77,10 @@ def register(app: typer.Typer) -> None:
         as_json: JSON = False,
     ) -> None:
         """Print the chosen kernel with its layout and numerics, and every other candidate with all its refusals and fixes."""
+        from hal_core.kv.scheme import parse_pair
         from hal_core.numerics import numerics_from_word
         from hal_core.schemes import WeightScheme
-        from hal_core.spec import Activation, MoESpec
+        from hal_core.spec import Activation, KVCacheSpec, MoESpec
 
         _check_form(checkpoint, op, diff, tp)
         if diff is not None:
@@ -80,6 +88,11 @@ def register(app: typer.Typer) -> None:
             return
         if checkpoint is not None:
             _explain_checkpoint(checkpoint, dtype, policy, numerics, facts, tp, as_json)
+            return
+        if op == "kv":
+            keys, values = parse_pair(kv_cache)
+            cache = KVCacheSpec(heads, kv_heads, head_dim, page_size, keys, values, dtype=dtype or "bf16", window=window)
+            _explain_op(cache, policy, facts, as_json)
             return
         weights = WeightScheme.parse(scheme)
         request, word = numerics_from_word(numerics, None, weights.granularity.group), dtype or "bf16"

@@ -119,3 +119,16 @@ def test_a_policy_may_name_the_caches_kernel(capsys, tmp_path):
         app_main([*map(str, arguments), "--policy", policy])
     assert not stop.value.code
     assert json.loads(capsys.readouterr().out)["kv_cache"]["kernels"] == {"reference.kv": 2}
+
+
+def test_explain_says_which_kernel_would_serve_a_cache(hal):
+    options = ("--op", "kv", "--heads", 14, "--kv-heads", 2, "--head-dim", 64, "--window", 128, "--kv-cache", "k=int8,v=turboquant:4")
+    code, out, err = hal("explain", *options)
+    assert code == 0, err
+    assert "kv 14/2 heads x64 page 32 k=int8 v=turboquant:4 window 128 bf16" in out
+    assert "reference.kv" in out
+    code, out, _ = hal("explain", *options, "--json")
+    assert json.loads(out)["selection"]["intervals"][0]["kernel"] == "reference.kv"
+    code, _, err = hal("explain", "--op", "kv", "--kv-heads", 7)
+    assert code == 2
+    assert "not a multiple of num_kv_heads 7" in err
