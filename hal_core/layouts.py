@@ -13,14 +13,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from hal_core.errors import FormatError
+from hal_core.formats.autoround_floats import FLOAT_PACKINGS
 from hal_core.formats.awq_tensors import AWQGemvPacking, AWQPacking
 from hal_core.formats.compressed_tensors import ELEMENTS
 from hal_core.formats.ct_tensors import CTPackedPacking, CTTensPacking
 from hal_core.formats.fp8 import fp8_packing
 from hal_core.formats.gguf_blocks import QUANTIZED, block_scheme, block_size, pack_blocks, unpack_blocks
+from hal_core.formats.gpt_oss import FusedBlocks
 from hal_core.formats.gptq_tensors import GPTQPacking
 from hal_core.formats.modelopt import PACKING as MODELOPT
 from hal_core.formats.packing import Plan, Rule
+from hal_core.formats.quark import PACKING as QUARK
 from hal_core.schemes import GranularityKind, ZeroKind
 
 if TYPE_CHECKING:
@@ -36,12 +39,13 @@ __all__ = ["LAYOUTS", "Layout", "layout"]
 
 
 class Layout(ABC):
-    """One layout of a matrix ``[N, K]`` in a checkpoint file."""
+    """One layout of a matrix ``[N, K]`` in a checkpoint file, or of a stack of experts ``[E, N, K]`` where ``dims`` is 3."""
 
     name: str
+    dims: int = 2
 
     @abstractmethod
-    def obstacle(self, scheme: WeightScheme, shape: tuple[int, int]) -> str:
+    def obstacle(self, scheme: WeightScheme, shape: tuple[int, ...]) -> str:
         """Why a weight has no form in this layout; empty when it has one."""
 
     @abstractmethod
@@ -53,18 +57,18 @@ class Layout(ABC):
         """
 
     @abstractmethod
-    def unpack(self, tensors: Mapping[str, Tensor], scheme: WeightScheme, shape: tuple[int, int]) -> QuantizedTensor:
+    def unpack(self, tensors: Mapping[str, Tensor], scheme: WeightScheme, shape: tuple[int, ...]) -> QuantizedTensor:
         """The canonical weight, in fresh memory; inverse of :meth:`pack`.
 
         Raises:
             FormatError: tensors that do not hold such a weight.
         """
 
-    def _check(self, scheme: WeightScheme, shape: tuple[int, ...]) -> tuple[int, int]:
-        found = f"shape {list(shape)} is not [N, K]" if len(shape) != 2 else self.obstacle(scheme, (shape[0], shape[1]))
+    def _check(self, scheme: WeightScheme, shape: tuple[int, ...]) -> None:
+        kind = "[N, K]" if self.dims == 2 else "[E, N, K]"
+        found = f"shape {list(shape)} is not {kind}" if len(shape) != self.dims else self.obstacle(scheme, shape)
         if found:
             raise FormatError(f"layout {self.name} for {scheme}", found, "choose another layout")
-        return shape[0], shape[1]
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ class IntegerLayout(Layout):
     whole_words_n: bool = True
     whole_words_k: bool = True
 
-    def obstacle(self, scheme: WeightScheme, shape: tuple[int, int]) -> str:
+    def obstacle(self, scheme: WeightScheme, shape: tuple[int, ...]) -> str:
         kind = scheme.granularity.kind
         kinds = [GranularityKind.CHANNEL, GranularityKind.GROUP] + [GranularityKind.TENSOR] * self.per_tensor
         if not scheme.dtype.startswith("int") or scheme.bits not in self.bits:
@@ -110,8 +114,8 @@ class IntegerLayout(Layout):
         self._check(weight.scheme, weight.shape)
         return self.packing.pack(weight, self._rule(weight.scheme))
 
-    def unpack(self, tensors: Mapping[str, Tensor], scheme: WeightScheme, shape: tuple[int, int]) -> QuantizedTensor:
-        shape = self._check(scheme, shape)
+    def unpack(self, tensors: Mapping[str, Tensor], scheme: WeightScheme, shape: tuple[int, ...]) -> QuantizedTensor:
+        self._check(scheme, shape)
         plan = Plan("weight", self._rule(scheme), {}, shape, scheme)
         return self.packing.unpack({suffix: tensor.clone() for suffix, tensor in tensors.items()}, plan)
 
@@ -123,7 +127,7 @@ class BlockLayout(Layout):
     name: str
     kind: str
 
-    def obstacle(self, scheme: WeightScheme, shape: tuple[int, int]) -> str:
+    def obstacle(self, scheme: WeightScheme, shape: tuple[int, ...]) -> str:
         if scheme != block_scheme(self.kind):
             return f"it holds {block_scheme(self.kind)}"
         size = block_size(self.kind)
@@ -133,8 +137,9 @@ class BlockLayout(Layout):
         self._check(weight.scheme, weight.shape)
         return {"data": pack_blocks(weight, self.kind)}
 
-    def unpack(self, tensors: Mapping[str, Tensor], scheme: WeightScheme, shape: tuple[int, int]) -> QuantizedTensor:
-        return unpack_blocks(tensors["data"], self.kind, self._check(scheme, shape), "data")
+    def unpack(self, tensors: Mapping[str, Tensor], scheme: WeightScheme, shape: tuple[int, ...]) -> QuantizedTensor:
+        self._check(scheme, shape)
+        return unpack_blocks(tensors["data"], self.kind, (shape[0], shape[1]), "data")
 
 
 @dataclass(frozen=True)
@@ -148,7 +153,7 @@ class ElementLayout(Layout):
     scales: tuple[torch.dtype, ...]
     zeros: bool = False
 
-    def obstacle(self, scheme: WeightScheme, shape: tuple[int, int]) -> str:
+    def obstacle(self, scheme: WeightScheme, shape: tuple[int, ...]) -> str:
         g = scheme.granularity
         if scheme.dtype not in self.dtypes:
             return f"it holds {', '.join(self.dtypes)}"
@@ -172,9 +177,32 @@ class ElementLayout(Layout):
             raise FormatError(f"layout {self.name} for {weight.scheme}", found, f"it holds {', '.join(map(str, self.scales))}")
         return self.packing.pack(weight, self._rule(weight.scheme))
 
-    def unpack(self, tensors: Mapping[str, Tensor], scheme: WeightScheme, shape: tuple[int, int]) -> QuantizedTensor:
-        shape = self._check(scheme, shape)
+    def unpack(self, tensors: Mapping[str, Tensor], scheme: WeightScheme, shape: tuple[int, ...]) -> QuantizedTensor:
+        self._check(scheme, shape)
         plan = Plan("weight", self._rule(scheme), {}, shape, scheme)
+        return self.packing.unpack({suffix: tensor.clone() for suffix, tensor in tensors.items()}, plan)
+
+
+@dataclass(frozen=True)
+class StackLayout(Layout):
+    """gpt-oss's experts, ``[E, N, K]`` in one pair of tensors."""
+
+    name: str
+    packing: Packing
+    dims: int = 3
+
+    def obstacle(self, scheme: WeightScheme, shape: tuple[int, ...]) -> str:
+        if str(scheme) != "mxfp4:g32":
+            return "it holds mxfp4:g32"
+        return f"K={shape[-1]} is not a multiple of 32" if shape[-1] % 32 else ""
+
+    def pack(self, weight: QuantizedTensor) -> dict[str, Tensor]:
+        self._check(weight.scheme, weight.shape)
+        return self.packing.pack(weight, Rule(self.packing, 4, 32, True, element="mxfp4"))
+
+    def unpack(self, tensors: Mapping[str, Tensor], scheme: WeightScheme, shape: tuple[int, ...]) -> QuantizedTensor:
+        self._check(scheme, shape)
+        plan = Plan("weight", Rule(self.packing, 4, 32, True, element="mxfp4"), {}, shape, scheme)
         return self.packing.unpack({suffix: tensor.clone() for suffix, tensor in tensors.items()}, plan)
 
 
@@ -187,6 +215,28 @@ _FORMS: dict[str, tuple[tuple[str, ...], tuple[torch.dtype, ...]]] = {
     "mxfp4-pack-quantized": (("g32",), (torch.uint8,)),
     "nvfp4-pack-quantized": (("g16",), (torch.float8_e4m3fn,)),
 }
+#: Granularities and dtypes of scales of the elements that have one form only.
+_KINDS: dict[str, tuple[tuple[str, ...], tuple[torch.dtype, ...]]] = {
+    "mxfp8": _FORMS["mxfp8-quantized"], "mxfp4": _FORMS["mxfp4-pack-quantized"], "nvfp4": _FORMS["nvfp4-pack-quantized"],
+}  # fmt: skip
+_FP8S = ("fp8_e4m3", "fp8_e5m2")
+_LLMC = FLOAT_PACKINGS["auto_round:llm_compressor"]
+#: Tools whose files hold several kinds of elements: tool, packing, name, element types, and granularities with dtypes of scales.
+_TOOLS: tuple[tuple[str, Packing, str, tuple[str, ...], tuple[tuple[str, ...], tuple[torch.dtype, ...]] | None], ...] = (
+    ("modelopt", MODELOPT, "fp8", ("fp8_e4m3",), (("tensor", "channel", "block"), _FLOATS)),
+    ("modelopt", MODELOPT, "mxfp8", ("mxfp8",), None),
+    ("modelopt", MODELOPT, "nvfp4", ("nvfp4",), None),
+    ("quark", QUARK, "int8", ("int8",), (("tensor", "channel"), _FLOATS)),
+    ("quark", QUARK, "fp8", ("fp8_e4m3",), (("tensor", "channel"), _FLOATS)),
+    ("quark", QUARK, "mxfp4", ("mxfp4",), None),
+    ("auto-round", FLOAT_PACKINGS["auto_round:fp8"], "fp8", _FP8S, ((*_EACH, "block"), _FLOATS)),
+    ("auto-round", FLOAT_PACKINGS["auto_round:fp8_static"], "fp8_static", _FP8S, ((*_EACH, "block"), _FLOATS)),
+    ("auto-round:llm_compressor", _LLMC, "int8", ("int8",), (_EACH, _FLOATS)),
+    ("auto-round:llm_compressor", _LLMC, "fp8", _FP8S, ((*_EACH, "block"), _FLOATS)),
+    ("auto-round:llm_compressor", _LLMC, "mxfp8", ("mxfp8",), None),
+    ("auto-round:llm_compressor", _LLMC, "mxfp4", ("mxfp4",), None),
+    ("auto-round:llm_compressor", _LLMC, "nvfp4", ("nvfp4",), None),
+)
 #: Every checkpoint layout by name.
 LAYOUTS: Mapping[str, Layout] = {
     each.name: each
@@ -208,7 +258,8 @@ LAYOUTS: Mapping[str, Layout] = {
             ("tensor", "channel", "block"),
             (*_FLOATS, torch.uint8),
         ),
-        ElementLayout("modelopt:nvfp4", MODELOPT, ("nvfp4",), ("g16",), (torch.float8_e4m3fn,)),
+        *(ElementLayout(f"{tool}:{name}", packing, dtypes, *(kinds or _KINDS[name])) for tool, packing, name, dtypes, kinds in _TOOLS),
+        StackLayout("gpt-oss:mxfp4", FusedBlocks()),
         *(BlockLayout(f"gguf:{kind}", kind) for kind in QUANTIZED),
     )
 }

@@ -135,7 +135,8 @@ class ElementPacking(Packing):
         assert weight.scales is not None  # every scheme here has scales
         values, zeros = weight.values, weight.zeros
         names = {name for name in self.suffixes if name != "input_zero_point"}
-        value_name = next(name for name in _VALUES if name in names)
+        # a tool that has both names packs elements of 4 bits only
+        value_name = next(name for name in (_VALUES if weight.scheme.bits == 4 else _VALUES[::-1]) if name in names)
         tensors = {value_name: values.clone() if zeros is None else _unshifted(values)}
         scales = weight.scales.clone()
         kind = weight.scheme.granularity.kind

@@ -13,9 +13,9 @@ from hal_core.schemes import ActivationScheme, Granularity
 if TYPE_CHECKING:
     from hal_core.formats.quant_config import QuantConfig
 
-__all__ = ["QuarkRules"]
+__all__ = ["PACKING", "QuarkRules"]
 
-_PACKING = ElementPacking("quark", ("weight", "weight_scale", "weight_zero_point", "input_scale", "input_zero_point"))
+PACKING = ElementPacking("quark", ("weight", "weight_scale", "weight_zero_point", "input_scale", "input_zero_point"))
 _SERVED = "served: fp8_e4m3 and int8 by tensor or channel, and fp4 in groups of 32 with e8m0 scales"
 
 
@@ -24,7 +24,7 @@ class QuarkRules:
 
     def __init__(self, config: QuantConfig) -> None:
         self.config = config
-        self.suffixes: tuple[str, ...] = _PACKING.suffixes
+        self.suffixes: tuple[str, ...] = PACKING.suffixes
         if config.fields.get("layer_type_quant_config"):
             raise config.error("layer_type_quant_config", "schemes by class of layer are not served", "served: by name")
         export = config.mapping("export")
@@ -58,9 +58,9 @@ def _rule(fields: QuantConfig) -> Rule:
     if weight.flag("symmetric", True) is False or weight.flag("is_dynamic", False):
         raise weight.error("symmetric", "weights with zero points, or quantized at run time, are not served", _SERVED)
     if dtype == "fp4" and scheme == "per_group" and size == 32 and weight.text("scale_format", None) == "e8m0":
-        return Rule(_PACKING, 4, 32, True, activations=activations, element="mxfp4")
+        return Rule(PACKING, 4, 32, True, activations=activations, element="mxfp4")
     if dtype in ("fp8_e4m3", "int8") and scheme in ("per_tensor", "per_channel") and weight.integer("ch_axis", 0) in (None, 0):
-        return Rule(_PACKING, 8, -1, True, activations=activations, element=str(dtype), per_tensor=scheme == "per_tensor")
+        return Rule(PACKING, 8, -1, True, activations=activations, element=str(dtype), per_tensor=scheme == "per_tensor")
     raise weight.error("dtype", f"{str(dtype)[:40]!r} {str(scheme)[:40]}, group size {size}, is not served", _SERVED)
 
 

@@ -11,10 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hal_core.canonical import stack
 from hal_core.dequantize import dequantize_checkpoint
 from hal_core.errors import FormatError
 from hal_core.formats import open_checkpoint
-from hal_core.layouts import layout
+from hal_core.layouts import LAYOUTS, ElementLayout, layout
 from hal_core.schemes import Granularity, WeightScheme, ZeroKind
 
 UP = "model.layers.0.mlp.up_proj"
@@ -76,9 +77,12 @@ def test_the_last_block_is_partial_and_blocks_begin_at_row_0(tmp_path):
     assert torch.equal(open_checkpoint(checkpoints.write(tmp_path / "m", tensors, config)).read(f"{UP}.weight").dequantize(), full)
 
 
+EVERY = st.sampled_from(["int8", "fp8_e4m3", "fp8_e5m2", "mxfp8", "mxfp4", "nvfp4"])
+
+
 @st.composite
-def element_schemes(draw):
-    dtype = draw(st.sampled_from(["int8", "fp8_e4m3", "fp8_e5m2", "mxfp8", "mxfp4", "nvfp4"]))
+def element_schemes(draw, dtypes=None):
+    dtype = draw(EVERY if dtypes is None else dtypes)
     group = {"mxfp8": 32, "mxfp4": 32, "nvfp4": 16}.get(dtype)
     blocks = st.builds(Granularity.blocks, st.integers(2, 40), st.integers(1, 40))
     free = st.one_of(
@@ -89,14 +93,15 @@ def element_schemes(draw):
     return WeightScheme(dtype, g, zero)
 
 
-ELEMENT_LAYOUTS = sorted({name for name, *_ in floats.KINDS.values()})
+ELEMENT_LAYOUTS = sorted(name for name, each in LAYOUTS.items() if isinstance(each, ElementLayout))
 
 
 @pytest.mark.parametrize("name", ELEMENT_LAYOUTS)
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_unpack_of_pack_is_the_weight_itself(name, data):
-    chosen, scheme = layout(name), data.draw(element_schemes())
+    chosen = layout(name)
+    scheme = data.draw(element_schemes(st.sampled_from(chosen.dtypes) if data.draw(st.integers(0, 3)) else None))
     n, k = data.draw(st.integers(1, 50)), data.draw(st.integers(1, 100))
     scales = {"mxfp8": torch.uint8, "mxfp4": torch.uint8, "nvfp4": torch.float8_e4m3fn}.get(scheme.dtype)
     scales = scales or data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.uint8 if name == "fp8" else torch.float16]))
@@ -112,6 +117,36 @@ def test_unpack_of_pack_is_the_weight_itself(name, data):
     assert again.tensors().keys() == weight.tensors().keys()
     for field, tensor in weight.tensors().items():
         assert same(again.tensors()[field], tensor), field
+
+
+def test_every_tool_has_its_layouts():
+    packings = {each.packing.name for each in LAYOUTS.values() if isinstance(each, ElementLayout)}
+    assert {"fp8", "modelopt", "quark", "auto-round:fp8", "auto-round:fp8_static", "auto-round:llm_compressor"} <= packings
+    assert {layout_name for layout_name, *_ in floats.KINDS.values()} <= set(LAYOUTS)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    experts=st.integers(1, 4),
+    n=st.integers(1, 9),
+    groups=st.integers(1, 4),
+    extra=st.sampled_from([0, 0, 1, 31]),
+    seed=st.integers(0, 2**32),
+)
+def test_a_stack_of_fused_experts_is_a_layout_too(experts, n, groups, extra, seed):
+    chosen, scheme = layout("gpt-oss:mxfp4"), WeightScheme("mxfp4", Granularity.groups(32))
+    k = 32 * groups + extra
+    weight = stack([floats.random_element_weight(scheme, n, k, seed + i, torch.uint8) for i in range(experts)], experts)
+    if extra:
+        with pytest.raises(FormatError, match="multiple of 32"):
+            chosen.pack(weight)
+        return
+    packed = chosen.pack(weight)
+    assert tuple(packed["_blocks"].shape) == (experts, n, groups, 16)
+    again = chosen.unpack(packed, scheme, (experts, n, k))
+    assert all(same(again.tensors()[field], tensor) for field, tensor in weight.tensors().items())
+    with pytest.raises(FormatError, match=r"is not \[E, N, K\]"):
+        chosen.pack(weight.expert(0))
 
 
 def poisoned(suffix, value):
