@@ -37,6 +37,7 @@ _ABOVE = {
     "avx512": _BEYOND_AVX512,
     "avx512vnni": tuple(name for name in _X86 if name.startswith(_BEYOND_AVX512) and name != "avx512_vnni"),
     "avx512bf16": tuple(name for name in _X86 if name.startswith(_BEYOND_AVX512) and name not in {"avx512_vnni", "avx512_bf16"}),
+    "amx": (),
 }
 _VENDORS = {"GenuineIntel": "intel", "AuthenticAMD": "amd", "HygonGenuine": "hygon"}
 

@@ -14,7 +14,7 @@ __all__ = ["CPU_ISA_LEVELS", "DEVICE_MASKS", "cache_folder", "cpu_isa", "debug",
 DEVICE_MASKS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
 #: Values of HAL_CPU_ISA, lowest first. A level lowers what may be used; it never adds what the machine lacks.
-CPU_ISA_LEVELS = ("avx2", "avx512", "avx512vnni", "avx512bf16")
+CPU_ISA_LEVELS = ("avx2", "avx512", "avx512vnni", "avx512bf16", "amx")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 
 

@@ -28,8 +28,9 @@ bool encode_rows(const BlockLinearCall& c, const Records& form, int64_t begin, i
 bool run_turn(const BlockLinearCall& c, const Records& form, int64_t begin, int64_t count) {
   const Matrix& m = c.w.first;
   const BlockKernels& kernels = *c.level.kernels;
-  Scratch scratch(Scratch::bytes_for(static_cast<size_t>(count * form.stride), 1));
-  auto* records = scratch.take<char>(count * form.stride);
+  const int64_t bytes = (count + kSlackRows) * form.stride;
+  Scratch scratch(Scratch::bytes_for(static_cast<size_t>(bytes), 1));
+  auto* records = scratch.take<char>(bytes);
   if (!encode_rows(c, form, begin, count, records)) return false;
 
   const int64_t tiles = div_up(m.n, kTile);
@@ -57,7 +58,10 @@ bool run_turn(const BlockLinearCall& c, const Records& form, int64_t begin, int6
 }  // namespace
 
 bool block_linear(const BlockLinearCall& c) {
-  const Records form = records_for(c.w.first, c.level.operand);
+  check_operand(c.w.first, c.level.operand, "");
+  // A few rows wait for memory alone: there the weights stay as they are.
+  const bool few = c.rows < kFewRescaled && c.level.operand == kInt8Rescaled;
+  const Records form = records_for(c.w.first, few ? kInt8Token : c.level.operand);
   const int64_t turn = std::max(kBand, kRowBytes / form.stride / kBand * kBand);
   for (int64_t begin = 0; begin < c.rows; begin += turn)
     if (!run_turn(c, form, begin, std::min(turn, c.rows - begin))) return false;

@@ -17,6 +17,9 @@ namespace {
 // Bound of the records one turn of tokens takes.
 constexpr int64_t kRecordBytes = int64_t{64} << 20;
 
+// Floats of weighted sums that stay near the core which adds them.
+constexpr int64_t kSumFloats = int64_t{1} << 16;
+
 // Records of one matrix's inputs, one per sorted pair.
 struct Inputs {
   Records form;
@@ -30,7 +33,6 @@ class BlockTurn {
   BlockTurn(const MoeCall& call, const BlockLevel& level, int64_t first, int64_t tokens)
       : c(call),
         kernels_(*level.kernels),
-        operand_(level.operand),
         first_(first),
         tokens_(tokens),
         routing_(route(call.local.data() + first * call.slots, tokens * call.slots, call.experts)),
@@ -38,7 +40,12 @@ class BlockTurn {
         pairs_(static_cast<int64_t>(routing_.order.size())),
         h_step_(round_up(call.intermediate, kTile)),
         threads_(torch::stable::get_num_threads()),
-        worth_(pairs_ * c.hidden * c.intermediate > kWorthThreads) {}
+        worth_(pairs_ * c.hidden * c.intermediate > kWorthThreads) {
+    // A few rows wait for memory alone: there the weights stay as they are.
+    const auto experts = static_cast<int64_t>(routing_.experts.size());
+    const bool few = level.operand == kInt8Rescaled && pairs_ < kFewRescaled * experts;
+    operand_ = few ? kInt8Token : level.operand;
+  }
 
   // False if a permutation has an index out of range.
   bool run(char* out);
@@ -89,7 +96,7 @@ void BlockTurn::encode(const void* row, FloatKind kind, const int32_t* perm, flo
 Inputs BlockTurn::load(Scratch& s, const PackedMatrix& w) {
   Inputs in{records_for(w.first, operand_)};
   const int64_t stride = in.form.stride;
-  in.records = s.take<char>(pairs_ * stride);
+  in.records = s.take<char>((pairs_ + kSlackRows) * stride);
   const bool worth = tokens_ * c.hidden > kWorthEncoding;
   if (c.weight_on_input || w.perm) {
     run_tasks(static_cast<int64_t>(bands_.size()), worth, [&](int64_t i) {
@@ -180,7 +187,6 @@ void BlockTurn::down(const Inputs& in, char* out) {
   const int64_t tiles = div_up(c.hidden, kTile);
   int64_t step = kTilesPerCall;
   while (step > 1 && div_up(tiles, step) < 4 * threads_) step /= 2;
-  const int64_t width = step * kTile;
   const int64_t results = c.reduce ? tokens_ : tokens_ * c.slots;
   std::vector<int32_t> to(static_cast<size_t>(pairs_));
   std::vector<float> weights(static_cast<size_t>(pairs_));
@@ -189,18 +195,27 @@ void BlockTurn::down(const Inputs& in, char* out) {
     to[static_cast<size_t>(at)] = static_cast<int32_t>(c.reduce ? pair / c.slots : pair);
     weights[static_cast<size_t>(at)] = c.weight_on_input ? 1.0f : weight(pair);
   }
+  // With few results, longer runs of an expert's memory follow each other.
+  int64_t run = step;
+  while (run < 4 * step && div_up(tiles, 2 * run) >= 8 * threads_ &&
+         results * run * kTile < kSumFloats / 2)
+    run *= 2;
+  const int64_t width = run * kTile;
   char* base = out + (c.reduce ? first_ : first_ * c.slots) * c.hidden * c.out_size;
-  run_tasks(div_up(tiles, step), worth_, [&](int64_t task) {
-    const int64_t tile = task * step, count = std::min(step, tiles - tile);
+  run_tasks(div_up(tiles, run), worth_, [&](int64_t task) {
+    const int64_t tile = task * run, last = std::min(tile + run, tiles);
     TaskScratch own(TaskScratch::bytes_for(kBandFloats, 4) +
                     TaskScratch::bytes_for(static_cast<size_t>(results * width), 4));
     auto* work = own.take<float>(kBandFloats);
     auto* sums = own.take<float>(results * width);
     std::memset(sums, 0, static_cast<size_t>(results * width) * 4);
     kernels_.enter();
-    for (const Band& b : bands_)
-      kernels_.add(c.down.expert(b.expert), in.form, tile, count, in.rows(b), to.data() + b.begin,
-                   weights.data() + b.begin, work, sums, width);
+    for (const Band& b : bands_) {
+      const Matrix w = c.down.expert(b.expert);
+      for (int64_t at = tile; at < last; at += step)
+        kernels_.add(w, in.form, at, std::min(step, last - at), in.rows(b), to.data() + b.begin,
+                     weights.data() + b.begin, work, sums + (at - tile) * kTile, width);
+    }
     kernels_.leave();
     const float one = 1.0f;
     const int64_t columns = std::min(width, c.hidden - tile * kTile);
@@ -213,7 +228,8 @@ void BlockTurn::down(const Inputs& in, char* out) {
 }
 
 bool BlockTurn::run(char* out) {
-  Scratch scratch(static_cast<size_t>(bytes_per_token(c, operand_) * tokens_) + 4096);
+  const int64_t slack = kSlackRows * bytes_per_token(c, operand_) + 4096;
+  Scratch scratch(static_cast<size_t>(bytes_per_token(c, operand_) * tokens_ + slack));
   const Inputs up = load(scratch, c.up);
   Inputs gate = up;
   const bool shared = !c.has_gate || (!c.gate.perm && !c.up.perm &&
@@ -221,7 +237,7 @@ bool BlockTurn::run(char* out) {
   if (!shared) gate = load(scratch, c.gate);
   if (!inside_) return false;
   Inputs hidden{records_for(c.down.first, operand_)};
-  hidden.records = scratch.take<char>(pairs_ * hidden.form.stride);
+  hidden.records = scratch.take<char>((pairs_ + kSlackRows) * hidden.form.stride);
   if (static_cast<int64_t>(bands_.size()) >= 8 * threads_) by_expert(gate, up, hidden);
   else by_column(gate, up, hidden);
   if (!inside_) return false;
@@ -232,6 +248,9 @@ bool BlockTurn::run(char* out) {
 }  // namespace
 
 void block_moe(const MoeCall& c, const BlockLevel& level, char* out) {
+  if (c.has_gate) check_operand(c.gate.first, level.operand, "gate_");
+  check_operand(c.up.first, level.operand, "up_");
+  check_operand(c.down.first, level.operand, "down_");
   const int64_t turn =
       std::max<int64_t>(1, kRecordBytes / BlockTurn::bytes_per_token(c, level.operand));
   for (int64_t first = 0; first < c.tokens; first += turn)

@@ -9,8 +9,9 @@ namespace hal_cpu {
 // What becomes of activations: int8 codes with one scale per row, or per span of k; or bf16.
 enum Operand { kInt8Token = 0, kInt8Group = 1, kInt8Rescaled = 2, kBf16 = 3 };
 
-// Longest run of k whose products of bytes are summed as integers: 2^13 * 255 * 128 < 2^31.
-constexpr int64_t kIntegerRun = int64_t{1} << 13;
+// Longest run of k whose products of bytes are summed as integers: far from overflow, and short
+// enough that expanded weights stay near the core. Of bf16 it is half.
+constexpr int64_t kIntegerRun = int64_t{1} << 11;
 // Bytes that the operands of a record are a multiple of: one row of a matrix tile.
 constexpr int64_t kRecordStep = 64;
 
@@ -24,7 +25,7 @@ struct Records {
   int64_t block;   // k of one sum of products; a span holds whole ones but for its last
   int64_t blocks;
   int64_t scales_at, sums_at, stride;  // bytes
-  int32_t factor;
+  int32_t factor;  // of bf16, whether the codes have 4 bits
 };
 
 // Rows [0, count) at records + i * stride.
@@ -36,7 +37,8 @@ struct BlockRows {
 // Rows that one call of a kernel takes, and the floats of its work space.
 constexpr int64_t kBand = 128;
 constexpr int64_t kBandFloats = kBand * kTilesPerCall * kTile;
-// Beside those, two tiles of expanded weights: 2 * kTile * padded bytes for the longest k.
+// Rows behind the last record that may be read, though nothing comes of them: a matrix tile has 16.
+constexpr int64_t kSlackRows = 15;
 
 struct BlockKernels {
   bool (*load_row)(const void* src, FloatKind kind, const int32_t* perm, float scale, float* dst,
@@ -68,5 +70,7 @@ struct BlockKernels {
 };
 
 extern const BlockKernels kBlocksAvx512Vnni;
+extern const BlockKernels kBlocksAmx;
+extern const BlockKernels kBlocksAmxEmulated;
 
 }  // namespace hal_cpu

@@ -1,5 +1,7 @@
 #include "checks.h"
 
+#include <sys/mman.h>
+
 #include <vector>
 
 #include "error.h"
@@ -89,6 +91,17 @@ Tensor new_tensor(const int64_t* shape, int64_t dims, ScalarType type) {
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
       dims, shape, strides.data(), shim_type, aoti_torch_device_type_cpu(), 0, &handle));
   return Tensor(handle);
+}
+
+Tensor new_weights(const int64_t* shape, int64_t dims, ScalarType type) {
+  Tensor t = new_tensor(shape, dims, type);
+  constexpr uintptr_t kHuge = uintptr_t{1} << 21;
+  const auto begin = reinterpret_cast<uintptr_t>(t.data_ptr());
+  const size_t bytes = static_cast<size_t>(t.numel()) * static_cast<size_t>(t.element_size());
+  const uintptr_t first = (begin + kHuge - 1) / kHuge * kHuge, last = (begin + bytes) / kHuge * kHuge;
+  // A refusal changes nothing but the rate.
+  if (last > first) (void)madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+  return t;
 }
 
 Tensor new_tensor(std::initializer_list<int64_t> shape, ScalarType type) {

@@ -22,7 +22,7 @@ HAL_INLINE const uint32_t* planes_of(const float* x, int64_t k) {
   return (const uint32_t*)(x + (k + kTile - 1) / kTile * kTile);
 }
 
-static void split_row(float* x, int64_t k, int planes) {
+[[maybe_unused]] static void split_row(float* x, int64_t k, int planes) {
   uint32_t* out = planes_of(x, k);
   const int64_t words = (k + 7) / 8;
   // One word's eight values in the order j=0 low, j=0 high, j=1 low, ...

@@ -66,3 +66,33 @@ static void encode_int8(const float* x, int64_t k, const Records& f, char* recor
   }
   for (int64_t i = k; i < f.padded; ++i) codes[i] = 0;
 }
+
+// A row rounded to bf16, pairs of k in the order of expand_bf16, with the sums of what was rounded.
+[[maybe_unused]] static void encode_bf16(const float* x, int64_t k, const Records& f, char* record) {
+  auto* values = (uint16_t*)record;
+  auto* scales = (float*)(record + f.scales_at);
+  auto* sums = (float*)(record + f.sums_at);
+  alignas(64) uint16_t line[kTile];
+  for (int64_t i = 0; i < f.padded; i += kTile) {
+    vstore_bf16(line, i < k ? _mm512_maskz_loadu_ps(lanes_of(k - i), x + i) : vzero());
+    const __m256i plain = _mm256_load_si256((const __m256i*)line);
+    // A word of 4-bit codes gives pairs of k: 0 and 2, 4 and 6, 1 and 3, 5 and 7.
+    const __m256i order = _mm256_broadcastsi128_si256(
+        _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
+    _mm256_storeu_si256((__m256i*)(values + i),
+                        f.factor ? _mm256_shuffle_epi8(plain, order) : plain);
+  }
+  for (int64_t first = 0, block = 0; first < k; first += f.group) {
+    const int64_t last = first + f.group < k ? first + f.group : k;
+    for (int64_t begin = first; begin < last; begin += f.block, ++block) {
+      const int64_t end = begin + f.block < last ? begin + f.block : last;
+      VF sum = vzero();
+      for (int64_t i = begin; i < end; i += kTile) {
+        vstore_bf16(line, _mm512_maskz_loadu_ps(lanes_of(end - i), x + i));
+        sum = vadd(sum, vload_bf16(line));
+      }
+      scales[block] = 1.0f;
+      sums[block] = _mm512_reduce_add_ps(sum);
+    }
+  }
+}

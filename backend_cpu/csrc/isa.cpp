@@ -1,6 +1,8 @@
 #include "isa.h"
 
 #include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <cstdlib>
 #include <string>
@@ -10,8 +12,9 @@
 namespace hal_cpu {
 namespace {
 
-constexpr Isa kLevels[] = {Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Vnni, Isa::kAvx512Bf16};
-constexpr const char* kNames = "avx2, avx512, avx512vnni or avx512bf16";
+constexpr Isa kLevels[] = {Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Vnni, Isa::kAvx512Bf16,
+                           Isa::kAmx};
+constexpr const char* kNames = "avx2, avx512, avx512vnni, avx512bf16 or amx";
 
 // The register state the operating system saves; reading it needs OSXSAVE.
 unsigned long long saved_state() {
@@ -19,6 +22,13 @@ unsigned long long saved_state() {
   // Spelled in bytes, since the mnemonic needs -mxsave and this unit is built for any x86-64.
   __asm__ volatile(".byte 0x0f, 0x01, 0xd0" : "=a"(eax), "=d"(edx) : "c"(0));
   return (static_cast<unsigned long long>(edx) << 32) | eax;
+}
+
+// Linux grants the tiles' large register state to a process that asks; the first tile instruction
+// without it is fatal.
+bool tiles_permitted() {
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 
 Isa measure() {
@@ -35,7 +45,11 @@ Isa measure() {
   if ((b & wanted) != wanted || (state & 0xe6) != 0xe6) return Isa::kAvx2;
   if (!(c & (1u << 11))) return Isa::kAvx512;
   if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a & (1u << 5))) return Isa::kAvx512Vnni;
-  return Isa::kAvx512Bf16;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return Isa::kAvx512Bf16;
+  const unsigned tiles = (1u << 22) | (1u << 24) | (1u << 25);  // bf16, tiles, int8
+  if ((d & tiles) != tiles || (state & 0x60000) != 0x60000 || !tiles_permitted())
+    return Isa::kAvx512Bf16;
+  return Isa::kAmx;
 }
 
 // Intel's cores start a bf16 dot product every second cycle but two fp32 multiply-adds each one.
@@ -86,6 +100,8 @@ const char* isa_name(Isa isa) {
       return "avx512vnni";
     case Isa::kAvx512Bf16:
       return "avx512bf16";
+    case Isa::kAmx:
+      return "amx";
     default:
       return "none";
   }
@@ -101,7 +117,8 @@ Isa usable_isa() {
 Isa preferred_isa() {
   static const bool slow = slow_bf16();
   const Isa best = usable_isa();
-  return best == Isa::kAvx512Bf16 && slow ? Isa::kAvx512 : best;
+  if (best < Isa::kAvx512Vnni) return best;
+  return best == Isa::kAvx512Vnni || slow ? Isa::kAvx512 : Isa::kAvx512Bf16;
 }
 
 void require_isa(Isa isa) {
@@ -118,7 +135,7 @@ const Kernels& kernels_for(std::string_view name) {
     fail("isa is '", std::string(name), "'; it takes ", kNames, ", or auto");
   require_isa(isa);
   if (isa == Isa::kNone) fail("this CPU or operating system does not offer AVX2, FMA and F16C");
-  if (isa == Isa::kAvx512Bf16) return kKernelsAvx512Bf16;
+  if (isa >= Isa::kAvx512Bf16) return kKernelsAvx512Bf16;
   return isa >= Isa::kAvx512 ? kKernelsAvx512 : kKernelsAvx2;
 }
 

@@ -6,8 +6,10 @@
 
 namespace hal_cpu {
 
-// In rising order; a level needs all below it. kAvx512Vnni adds nothing to the exact kernels.
-enum class Isa : int { kNone = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Vnni = 3, kAvx512Bf16 = 4 };
+// In rising order; a level needs all below it. kAvx512Vnni and kAmx add
+// nothing to the exact kernels.
+enum class Isa : int { kNone = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Vnni = 3, kAvx512Bf16 = 4,
+                       kAmx = 5 };
 
 const char* isa_name(Isa isa);
 

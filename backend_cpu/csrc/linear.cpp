@@ -105,9 +105,9 @@ bool run(const Call& c) {
 
 // `given` may be null: then the result is made, in the dtype of x.
 Tensor linear(const LinearArgs& a, const Tensor* given) {
-  const bool blocks = names_blocks(a.isa);
-  const BlockLevel level = blocks ? block_level(a.isa) : BlockLevel{};
-  const Kernels* kernels = blocks ? nullptr : &kernels_for(a.isa);
+  const bool named = names_blocks(a.isa);
+  const BlockLevel level = named ? block_level(a.isa) : BlockLevel{};
+  const Kernels& kernels = kernels_for(named ? "auto" : a.isa);
   const FloatKind kind = check_float(a.x, "x");
   check_plain(a.x, "x");
   const int64_t d = a.x.dim();
@@ -131,9 +131,11 @@ Tensor linear(const LinearArgs& a, const Tensor* given) {
   const auto* from = static_cast<const char*>(a.x.data_ptr());
   auto* to = static_cast<char*>(out.data_ptr());
   const int64_t size = kind == kFloat32 ? 4 : 2, out_size = out_kind == kFloat32 ? 4 : 2;
+  // Few rows are exact at the pace of memory.
+  const bool blocks = named && (level.operand != kBf16 || rows >= kFewRescaled);
   const bool inside = blocks
                           ? block_linear({level, w, from, to, kind, out_kind, size, out_size, rows})
-                          : run({*kernels, w, from, to, kind, out_kind, size, out_size, rows});
+                          : run({kernels, w, from, to, kind, out_kind, size, out_size, rows});
   if (!inside) fail("perm has an index outside 0 to ", a.k - 1);
   return out;
 }

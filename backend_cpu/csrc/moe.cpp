@@ -251,8 +251,8 @@ bool Turn::run(char* out) {
 
 // `given` may be null: then the result is made, in the dtype of x.
 Tensor moe(const MoeArgs& a, const Tensor* given) {
-  const bool blocks = names_blocks(a.isa);
-  const BlockLevel level = blocks ? block_level(a.isa) : BlockLevel{};
+  const bool named = names_blocks(a.isa);
+  const BlockLevel level = named ? block_level(a.isa) : BlockLevel{};
   MoeCall c = check_moe(a);
   if (given) {
     check_plain(*given, "out");
@@ -265,7 +265,9 @@ Tensor moe(const MoeArgs& a, const Tensor* given) {
                : c.reduce ? new_tensor({c.tokens, c.hidden}, a.x.scalar_type())
                           : new_tensor({c.tokens, c.slots, c.hidden}, a.x.scalar_type());
   auto* data = static_cast<char*>(out.data_ptr());
-  if (blocks) {
+  // Few rows an expert are exact at the pace of memory.
+  const int64_t most = std::min(c.experts, c.tokens * c.slots);
+  if (named && (level.operand != kBf16 || c.tokens * c.slots >= kFewRescaled * most)) {
     block_moe(c, level, data);
     return out;
   }

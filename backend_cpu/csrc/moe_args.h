@@ -25,7 +25,7 @@ struct MoeArgs {
 };
 
 struct MoeCall {
-  const Kernels& kernels;  // unused where isa names blocks
+  const Kernels& kernels;  // the exact ones
   FloatKind kind, out_kind;
   int64_t size, out_size;  // bytes of one element of x and of the result
   int64_t tokens, slots, hidden, intermediate, experts;

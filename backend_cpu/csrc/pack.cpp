@@ -73,7 +73,7 @@ Tensor pack(const Tensor& values, int64_t k, int64_t bits) {
   std::vector<int64_t> shape = lead_shape(values, 2, &lead);
   const int64_t tiles = div_up(n, kTile), words = div_up(k, 32 / bits);
   shape.insert(shape.end(), {tiles, words, kTile});
-  Tensor packed = new_tensor(shape.data(), static_cast<int64_t>(shape.size()), ScalarType::Int);
+  Tensor packed = new_weights(shape.data(), static_cast<int64_t>(shape.size()), ScalarType::Int);
   const auto* src = static_cast<const uint8_t*>(values.data_ptr());
   auto* dst = static_cast<uint32_t*>(packed.data_ptr());
 
@@ -175,7 +175,7 @@ Tensor pack_groups(const Tensor& groups) {
   std::vector<int64_t> shape = lead_shape(groups, 2, &lead);
   shape.insert(shape.end(), {div_up(n, kTile), g, kTile});
   Tensor tiled =
-      new_tensor(shape.data(), static_cast<int64_t>(shape.size()), groups.scalar_type());
+      new_weights(shape.data(), static_cast<int64_t>(shape.size()), groups.scalar_type());
   move_groups(static_cast<const char*>(groups.data_ptr()), static_cast<char*>(tiled.data_ptr()),
               lead, n, g, size, true);
   return tiled;

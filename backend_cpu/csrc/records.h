@@ -7,6 +7,9 @@
 
 namespace hal_cpu {
 
+// Fewer rows a matrix than this are not worth rescaled weights, or bf16 tiles.
+constexpr int64_t kFewRescaled = 8;
+
 // What a word such as "avx512vnni:group" names: a level, and what becomes of activations there.
 struct BlockLevel {
   const BlockKernels* kernels;
@@ -20,6 +23,9 @@ bool names_blocks(std::string_view name);
 BlockLevel block_level(std::string_view name);
 
 Records records_for(const Matrix& w, Operand operand);
+
+// Throws where the weights have no form for it.
+void check_operand(const Matrix& w, Operand operand, const char* name);
 
 // Whether a row has the same record for both.
 bool same_records(const Records& a, const Records& b);

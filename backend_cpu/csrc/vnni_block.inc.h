@@ -13,15 +13,48 @@ HAL_INLINE VI dword(const char* p) {
   return _mm512_set1_epi32(v);
 }
 
+// The products of one word of C tiles with R rows.
 template <int BITS, ZeroKind ZERO, int R, int C>
+HAL_INLINE void add_word(const int32_t* const* code, int64_t i, int64_t words, const char* rows,
+                         int64_t stride, VI (*part)[C]) {
+  constexpr int kPerWord = 32 / BITS;
+  const VI low = iset(0x0f0f0f0f);
+  const VI flip = iset(BITS == 4 ? 0x08080808 : (int32_t)0x80808080u);
+  VI q[2][C];
+#pragma GCC unroll 8
+  for (int c = 0; c < C; ++c) {
+    const VI word = iload(code[c] + i * kTile);
+    if (R <= 4) prefetch_words(code[c], i + kPrefetchWords, words, C);
+    if (BITS == 8) {
+      q[0][c] = ZERO == kZeroNone ? _mm512_xor_si512(word, flip) : word;
+    } else if (ZERO == kZeroNone) {
+      q[0][c] = _mm512_ternarylogic_epi32(word, low, flip, 0x6a);
+      q[1][c] = _mm512_ternarylogic_epi32(ishr(word, 4), low, flip, 0x6a);
+    } else {
+      q[0][c] = _mm512_and_si512(word, low);
+      q[1][c] = _mm512_and_si512(ishr(word, 4), low);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+    for (int half = 0; half < kPerWord / 4; ++half) {
+      const VI x = dword(rows + r * stride + i * kPerWord + half * 4);
+#pragma GCC unroll 8
+      for (int c = 0; c < C; ++c) part[r][c] = _mm512_dpbusd_epi32(part[r][c], q[half][c], x);
+    }
+}
+
+// The words of one tile follow each other in memory, and so do the tiles: few rows take one tile at
+// a time, as one stream for the prefetcher, and sum U words apart, since each product must wait for
+// the last.
+template <int BITS, ZeroKind ZERO, int R, int C, int U>
 static __attribute__((noinline)) void vnni_block(const Matrix& m, const Records& f, int64_t tile,
                                                  const char* rows, float* out, int64_t step) {
   constexpr int kPerWord = 32 / BITS;
   const int64_t words = m.words;
   const int64_t group_words = m.groups == 1 ? words : m.group / kPerWord;
   const int64_t block_words = f.block >= m.group ? group_words : f.block / kPerWord;
-  const VI low = iset(0x0f0f0f0f);
-  const VI flip = iset(BITS == 4 ? 0x08080808 : (int32_t)0x80808080u);
   const int32_t* code[C];
 #pragma GCC unroll 8
   for (int c = 0; c < C; ++c) code[c] = m.codes + (tile + c) * words * kTile;
@@ -37,7 +70,7 @@ static __attribute__((noinline)) void vnni_block(const Matrix& m, const Records&
     const int64_t last = first + group_words < words ? first + group_words : words;
     for (int64_t begin = first; begin < last; begin += block_words, ++block) {
       const int64_t end = begin + block_words < last ? begin + block_words : last;
-      VI part[R][C];
+      VI part[R][C], more[U][R][C];
 #pragma GCC unroll 8
       for (int c = 0; c < C; ++c) {
         VI zero = _mm512_setzero_si512();
@@ -52,32 +85,24 @@ static __attribute__((noinline)) void vnni_block(const Matrix& m, const Records&
                                               : _mm512_setzero_si512();
         }
       }
-      for (int64_t i = begin; i < end; ++i) {
-        VI q[2][C];
 #pragma GCC unroll 8
-        for (int c = 0; c < C; ++c) {
-          const VI word = iload(code[c] + i * kTile);
-          if (R <= 4) prefetch_words(code[c], i + kPrefetchWords, words, C);
-          if (BITS == 8) {
-            q[0][c] = ZERO == kZeroNone ? _mm512_xor_si512(word, flip) : word;
-          } else if (ZERO == kZeroNone) {
-            q[0][c] = _mm512_ternarylogic_epi32(word, low, flip, 0x6a);
-            q[1][c] = _mm512_ternarylogic_epi32(ishr(word, 4), low, flip, 0x6a);
-          } else {
-            q[0][c] = _mm512_and_si512(word, low);
-            q[1][c] = _mm512_and_si512(ishr(word, 4), low);
-          }
-        }
+      for (int u = 1; u < U; ++u)
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
-          for (int half = 0; half < kPerWord / 4; ++half) {
-            const VI x = dword(rows + r * f.stride + i * kPerWord + half * 4);
 #pragma GCC unroll 8
-            for (int c = 0; c < C; ++c)
-              part[r][c] = _mm512_dpbusd_epi32(part[r][c], q[half][c], x);
-          }
-      }
+          for (int c = 0; c < C; ++c) more[u][r][c] = _mm512_setzero_si512();
+      int64_t i = begin;
+      for (; i + U <= end; i += U)
+#pragma GCC unroll 8
+        for (int u = 0; u < U; ++u)
+          add_word<BITS, ZERO, R, C>(code, i + u, words, rows, f.stride, u ? more[u] : part);
+      for (; i < end; ++i) add_word<BITS, ZERO, R, C>(code, i, words, rows, f.stride, part);
+#pragma GCC unroll 8
+      for (int u = 1; u < U; ++u)
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+          for (int c = 0; c < C; ++c) part[r][c] = _mm512_add_epi32(part[r][c], more[u][r][c]);
       VF scale[C], least[C];
 #pragma GCC unroll 8
       for (int c = 0; c < C; ++c) {
@@ -107,29 +132,30 @@ static __attribute__((noinline)) void vnni_block(const Matrix& m, const Records&
     for (int c = 0; c < C; ++c) vstore(out + r * step + c * kTile, total[r][c]);
 }
 
-template <int R, int C>
+template <int R, int C, int U>
 static void vnni_any(const Matrix& m, const Records& f, int64_t tile, const char* rows, float* out,
                      int64_t step) {
   if (m.bits == 4) {
-    if (m.zero == kZeroNone) return vnni_block<4, kZeroNone, R, C>(m, f, tile, rows, out, step);
+    if (m.zero == kZeroNone) return vnni_block<4, kZeroNone, R, C, U>(m, f, tile, rows, out, step);
     if (m.zero == kZeroInteger)
-      return vnni_block<4, kZeroInteger, R, C>(m, f, tile, rows, out, step);
-    return vnni_block<4, kZeroMinimum, R, C>(m, f, tile, rows, out, step);
+      return vnni_block<4, kZeroInteger, R, C, U>(m, f, tile, rows, out, step);
+    return vnni_block<4, kZeroMinimum, R, C, U>(m, f, tile, rows, out, step);
   }
-  if (m.zero == kZeroNone) return vnni_block<8, kZeroNone, R, C>(m, f, tile, rows, out, step);
+  if (m.zero == kZeroNone) return vnni_block<8, kZeroNone, R, C, U>(m, f, tile, rows, out, step);
   if (m.zero == kZeroInteger)
-    return vnni_block<8, kZeroInteger, R, C>(m, f, tile, rows, out, step);
-  return vnni_block<8, kZeroMinimum, R, C>(m, f, tile, rows, out, step);
+    return vnni_block<8, kZeroInteger, R, C, U>(m, f, tile, rows, out, step);
+  return vnni_block<8, kZeroMinimum, R, C, U>(m, f, tile, rows, out, step);
 }
 
 template <int R>
 static void vnni_rows(const Matrix& m, const Records& f, int64_t tile, int64_t tiles,
                       const char* rows, float* out, int64_t step) {
   // As many tiles as leave registers for the codes beside the sums.
-  constexpr int C = R > 4 ? 2 : 4;
+  constexpr int C = R > 4 ? 2 : R > 2 ? 4 : 1, U = R > 2 ? 1 : 4;
   int64_t c = 0;
-  for (; c + C <= tiles; c += C) vnni_any<R, C>(m, f, tile + c, rows, out + c * kTile, step);
-  for (; c < tiles; ++c) vnni_any<R, 1>(m, f, tile + c, rows, out + c * kTile, step);
+  for (; c + C <= tiles; c += C) vnni_any<R, C, U>(m, f, tile + c, rows, out + c * kTile, step);
+  if constexpr (C > 1)
+    for (; c < tiles; ++c) vnni_any<R, 1, U>(m, f, tile + c, rows, out + c * kTile, step);
 }
 
 // out[r][0 .. tiles * kTile) for all rows of a band.
@@ -141,7 +167,8 @@ static void vnni_totals(const Matrix& m, const Records& f, int64_t tile, int64_t
     const int64_t left = rows.count - r;
     if (left >= 8) vnni_rows<8>(m, f, tile, tiles, at, to, step), r += 8;
     else if (left >= 4) vnni_rows<4>(m, f, tile, tiles, at, to, step), r += 4;
-    else if (left >= 2) vnni_rows<2>(m, f, tile, tiles, at, to, step), r += 2;
+    else if (left == 3) vnni_rows<3>(m, f, tile, tiles, at, to, step), r += 3;
+    else if (left == 2) vnni_rows<2>(m, f, tile, tiles, at, to, step), r += 2;
     else vnni_rows<1>(m, f, tile, tiles, at, to, step), r += 1;
   }
 }

@@ -12,8 +12,10 @@ from pathlib import Path
 import torch
 
 TILE = 16
-#: Each has exact kernels; ``avx512vnni`` those of avx512. Followed by ``:token`` or ``:group``, they take int8 activations.
-ISA_LEVELS = ("avx2", "avx512", "avx512vnni", "avx512bf16")
+#: Each has exact kernels; ``avx512vnni`` and ``amx`` those of a level below.
+ISA_LEVELS = ("avx2", "avx512", "avx512vnni", "avx512bf16", "amx")
+#: What ``avx512vnni:`` and ``amx:`` do to activations; ``amx:`` also knows ``rescaled`` (with weights) and ``bf16``. The level
+#: ``emulated`` is amx on plain memory, for tests.
 INT8_WAYS = ("token", "group")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_oai", "relu2")
 
@@ -45,7 +47,9 @@ def preferred_isa() -> str:
 
 def int8_levels() -> tuple[str, ...]:
     """The levels that take int8 activations and that this process may use."""
-    return ("avx512vnni",) if usable_isa() in ISA_LEVELS[ISA_LEVELS.index("avx512vnni") :] else ()
+    usable = usable_isa()
+    at = ISA_LEVELS.index(usable) if usable in ISA_LEVELS else -1
+    return tuple(level for level in ("avx512vnni", "amx") if ISA_LEVELS.index(level) <= at)
 
 
 def packed_shape(n: int, k: int, bits: int) -> tuple[int, int, int]:

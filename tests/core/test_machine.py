@@ -160,7 +160,7 @@ def test_detect_is_cached_per_level(monkeypatch):
 
 def test_a_misspelt_level_is_an_error(monkeypatch):
     monkeypatch.setenv("HAL_CPU_ISA", "AVX-2")
-    with pytest.raises(SettingError, match="HAL_CPU_ISA='AVX-2': unknown level; use one of avx2, avx512, avx512vnni, avx512bf16"):
+    with pytest.raises(SettingError, match="HAL_CPU_ISA='AVX-2': unknown level; use one of avx2, avx512, avx512vnni, avx512bf16, amx"):
         Machine.detect()
 
 

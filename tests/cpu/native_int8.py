@@ -5,15 +5,17 @@ from __future__ import annotations
 import itertools
 
 import torch
-from cpu.native_cases import Matrix, make
+from cpu.native_cases import USABLE, Matrix, make
 from cpu.native_moe import Experts
 from torch import Tensor
 from torch.nn.functional import silu
 
 from hal_backend_cpu import _native
 
-#: Every level of int8 activations that this machine has.
-WORDS = [f"{level}:{way}" for level, way in itertools.product(_native.int8_levels(), _native.INT8_WAYS)]
+#: Levels of int8 activations that this machine has, and matrix tiles on plain memory.
+LEVELS = (*_native.int8_levels(), *(["emulated"] if "avx512bf16" in USABLE else []))
+WORDS = [f"{level}:{way}" for level, way in itertools.product(LEVELS, _native.INT8_WAYS)]
+TILES = [level for level in LEVELS if level != "avx512vnni"]
 
 
 def span_of(word: str, m: Matrix) -> int:
