@@ -22,7 +22,7 @@ __all__ = ["TritonSteps", "fastest_steps"]
 #: Slots that get a block each without being counted: the experts of one token differ anyway.
 _DIRECT = 8
 #: Slots that one program sorts.
-_ONE = 4096
+_ONE = 1024
 #: Slots of one program where several count.
 _SHARE = 256
 

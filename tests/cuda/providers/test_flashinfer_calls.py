@@ -117,7 +117,11 @@ def test_batches_that_cannot_be(table, lengths, starts, told):
 
 def test_pages_of_another_form_are_refused():
     op = FlashInferKV().prepare(spec(), KVParams())
-    for wrong in (torch.zeros(2, op.page_bytes), torch.zeros(2, op.page_bytes + 1, dtype=torch.uint8), torch.zeros(op.page_bytes, dtype=torch.uint8)):
+    for wrong in (
+        torch.zeros(2, op.page_bytes),
+        torch.zeros(2, op.page_bytes + 1, dtype=torch.uint8),
+        torch.zeros(op.page_bytes, dtype=torch.uint8),
+    ):
         with pytest.raises(ShapeError, match="pages"):
             op.cache(wrong)
 
