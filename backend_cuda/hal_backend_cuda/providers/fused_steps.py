@@ -6,15 +6,15 @@ from importlib import util
 from typing import TYPE_CHECKING
 
 import torch
-from hal_backend_cuda.providers.steps import Sorted, TorchSteps
 
+from hal_backend_cuda.providers.steps import Sorted, TorchSteps
 from hal_core.check import device_flag
 from hal_core.reference.activations import SWIGLU_OAI_ALPHA
 
 if TYPE_CHECKING:
-    from hal_backend_cuda.providers.steps import MoESteps, Route
     from torch import Tensor
 
+    from hal_backend_cuda.providers.steps import MoESteps, Route
     from hal_core.spec import Activation
 
 __all__ = ["TritonSteps", "fastest_steps"]

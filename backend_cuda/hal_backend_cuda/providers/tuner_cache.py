@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hal_backend_cuda.providers.calls import Call, bind, find
-
 from hal_core.errors import HalError
 
 if TYPE_CHECKING:

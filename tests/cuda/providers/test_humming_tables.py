@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -60,7 +61,7 @@ def test_random_tables_are_joined_without_a_gap(seed):
     assert left[0][0] == 0
     assert left[-1][1] == END
     assert [r[:2] for r in left] == [r[:2] for r in right]
-    assert all(a[1] == b[0] for a, b in zip(left, left[1:], strict=False))
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(left))
     for count in (1, 7, 100, 4999, 5000, END):
         assert served(left, count)["block_shape"][0] == served(right, count)["block_shape"][0]
 

@@ -54,8 +54,8 @@ def test_without_the_library_the_reason_names_it_and_how_to_get_it():
 @pytest.mark.parametrize(
     ("name", "spec"),
     [
-        ("w4a16", "int4:g128"), ("w4a16", "int4:g32:zero"), ("w4a16", "int4:channel"), ("w8a16", "int8:g128"), ("fp8_a16", "fp8_e4m3:b128x128"),
-        ("mxfp4", "mxfp4:g32"), ("nvfp4", "nvfp4:g16"),
+        ("w4a16", "int4:g128"), ("w4a16", "int4:g32:zero"), ("w4a16", "int4:channel"), ("w8a16", "int8:g128"),
+        ("fp8_a16", "fp8_e4m3:b128x128"), ("mxfp4", "mxfp4:g32"), ("nvfp4", "nvfp4:g16"),
     ],
 )  # fmt: skip
 def test_exact_requests_are_served(name, spec):

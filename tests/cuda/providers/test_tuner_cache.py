@@ -104,9 +104,14 @@ def test_saving_keeps_what_was_never_loaded(tmp_path):
 
 def test_what_was_tuned_is_saved_when_the_body_raises(tmp_path):
     path = tmp_path / "model.json"
-    with pytest.raises(RuntimeError, match="out of memory"), TunerCache(path).entered(tune=True):
-        remember("op_b", 4)
-        raise RuntimeError("out of memory")
+
+    def body():
+        with TunerCache(path).entered(tune=True):
+            remember("op_b", 4)
+            raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        body()
     assert results(path) == ["op_b"]
 
 

@@ -10,9 +10,9 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+
 from hal_backend_cuda.providers.flashinfer import DISTRIBUTION, INSTALL, VERSIONS
 from hal_backend_cuda.providers.flashinfer.plans import Batch, Plan, planned
-
 from hal_core.dtypes import torch_dtype
 from hal_core.errors import HalError, ShapeError
 from hal_core.kernel import KVEpilogue, KVKernel, KVSchemeSet

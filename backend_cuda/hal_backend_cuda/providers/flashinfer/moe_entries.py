@@ -20,8 +20,8 @@ _MOE = "flashinfer.fused_moe"
 _BLACKWELL = ("sm_100", "sm_103")
 _CUTLASS = ("input", "token_selected_experts", "token_final_scales", "fc1_expert_weights", "fc2_expert_weights", "output_dtype",
             "quant_scales", "output", "activation_type")  # fmt: skip
-_ROUTED = ("topk_ids", "hidden_states", "gemm1_weights", "gemm2_weights", "num_experts", "top_k", "n_group", "topk_group", "intermediate_size",
-           "local_expert_offset", "local_num_experts", "routed_scaling_factor", "routing_method_type")  # fmt: skip
+_ROUTED = ("topk_ids", "hidden_states", "gemm1_weights", "gemm2_weights", "num_experts", "top_k", "n_group", "topk_group",
+           "intermediate_size", "local_expert_offset", "local_num_experts", "routed_scaling_factor", "routing_method_type")  # fmt: skip
 _OAI = ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit")
 _BLOCK_SCALES = ("gemm1_weights_scale", "gemm2_weights_scale")
 _OUTPUT_SCALES = ("output1_scale_scalar", "output1_scale_gate_scalar", "output2_scale_scalar")
@@ -72,7 +72,9 @@ ENTRIES: tuple[Entry, ...] = (
         "cutlass_mxfp4", _set("mxfp4", _GROUP, 32), _BLACKWELL, ActivationQuant("mxfp8", "g32"),
     ),
     Entry(
-        "trtllm_bf16", Call(f"{_MOE}.trtllm_bf16_routed_moe", (*_ROUTED, "use_shuffled_weight", "weight_layout", "activation_type", "output"), ("output",)),
+        "trtllm_bf16",
+        Call(f"{_MOE}.trtllm_bf16_routed_moe",
+             (*_ROUTED, "use_shuffled_weight", "weight_layout", "activation_type", "output"), ("output",)),
         "trtllm_bf16", _set("bf16", _CHANNEL), _BLACKWELL, tile=128,
     ),
     Entry(

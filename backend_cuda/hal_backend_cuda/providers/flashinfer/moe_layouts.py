@@ -80,40 +80,45 @@ def unblocked(matrix: Tensor) -> Tensor:
 
 
 def interleaved(scales: Tensor) -> Tensor:
-    """One-byte scales ``[.., N, G]`` in tiles of 128 rows and 4 columns, padded with zeros: ``[.., N', G']``, N' and G' rounded up.
+    """Scales ``[.., N, G]`` in tiles of 128 rows and 4 columns, padded with zeros: ``[.., N', G']``, N' and G' rounded up.
 
-    In a tile the byte of row r, column c is at ``(r % 32) * 16 + (r // 32) * 4 + c``; tiles follow each other along G first.
+    In a tile the scale of row r, column c is at ``(r % 32) * 16 + (r // 32) * 4 + c``; tiles follow each other along G first.
     """
     *lead, n, g = scales.shape
     tall, wide = up(n, _ROWS), up(g, _COLUMNS)
-    data = functional.pad(recast(scales.contiguous(), torch.uint8), (0, wide - g, 0, tall - n))
+    data = functional.pad(_movable(scales), (0, wide - g, 0, tall - n))
     tiles = data.reshape(*lead, tall // _ROWS, 4, 32, wide // _COLUMNS, _COLUMNS)
-    count = len(lead)
-    order = (*range(count), count, count + 3, count + 2, count + 1, count + 4)
-    return recast(tiles.permute(order).reshape(*lead, tall, wide), scales.dtype)
+    return recast(_turned(tiles).reshape(*lead, tall, wide), scales.dtype)
 
 
 def deinterleaved(scales: Tensor, n: int, g: int) -> Tensor:
     """Inverse of :func:`interleaved` for scales that were ``[.., n, g]``."""
     *lead, tall, wide = scales.shape
-    data = recast(scales.contiguous(), torch.uint8).reshape(*lead, tall // _ROWS, wide // _COLUMNS, 32, 4, _COLUMNS)
-    count = len(lead)
-    order = (*range(count), count, count + 3, count + 2, count + 1, count + 4)
-    return recast(data.permute(order).reshape(*lead, tall, wide)[..., :n, :g].contiguous(), scales.dtype)
+    tiles = _movable(scales).reshape(*lead, tall // _ROWS, wide // _COLUMNS, 32, 4, _COLUMNS)
+    return recast(_turned(tiles).reshape(*lead, tall, wide)[..., :n, :g].contiguous(), scales.dtype)
+
+
+def _movable(scales: Tensor) -> Tensor:
+    """Bytes for element types that torch does not pad or move."""
+    return recast(scales.contiguous(), torch.uint8) if scales.itemsize == 1 else scales
+
+
+def _turned(tiles: Tensor) -> Tensor:
+    """The three middle ones of the last five dims in opposite order; its own inverse up to shapes."""
+    count = tiles.dim() - 5
+    return tiles.permute(*range(count + 1), count + 3, count + 2, count + 1, count + 4).contiguous()
 
 
 def padded_to(tensor: Tensor, rows: int, columns: int, value: float) -> Tensor:
     """``[.., n, k]`` widened to ``[.., rows, columns]`` with ``value``, in any element type."""
-    if tuple(tensor.shape[-2:]) == (rows, columns):
-        return tensor
-    shape = (*tensor.shape[:-2], rows, columns)
-    fill = torch.full((1,), value, dtype=torch.float32).to(tensor.dtype) if tensor.is_floating_point() else torch.tensor([int(value)])
-    out = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
-    plain = recast(out, torch.uint8) if tensor.itemsize == 1 else out
-    plain.copy_(recast(fill, torch.uint8)[0] if tensor.itemsize == 1 and tensor.is_floating_point() else fill.to(plain.dtype)[0])
     n, k = tensor.shape[-2:]
-    (plain if tensor.itemsize == 1 else out)[..., :n, :k] = recast(tensor.contiguous(), torch.uint8) if tensor.itemsize == 1 else tensor
-    return out
+    if (n, k) == (rows, columns):
+        return tensor
+    fill = torch.tensor([value]).to(tensor.dtype)
+    plain = _movable(tensor)
+    out = torch.full((*tensor.shape[:-2], rows, columns), _movable(fill).item(), dtype=plain.dtype, device=tensor.device)
+    out[..., :n, :k] = plain
+    return recast(out, tensor.dtype)
 
 
 def padded_halves(halves: list[Tensor], rows: int, columns: int, value: float) -> Tensor:

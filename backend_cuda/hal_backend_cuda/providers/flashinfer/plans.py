@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from hal_backend_cuda.providers.calls import Bound, Call, bind
 
+from hal_backend_cuda.providers.calls import Bound, Call, bind
 from hal_core.errors import ShapeError
 
 if TYPE_CHECKING:

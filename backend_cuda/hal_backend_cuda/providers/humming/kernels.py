@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hal_backend_cuda.providers.humming.recipes import DISTRIBUTION, INSTALL, RECIPES, VERSIONS, Recipe
-
 from hal_core.kernel import LinearEpilogue, LinearKernel, MoEEpilogue, MoEKernel, ShapeLimit
 from hal_core.packages import package_refusals
 from hal_core.refusal import Refusal
@@ -14,7 +13,6 @@ from hal_core.spec import ACTIVATIONS
 
 if TYPE_CHECKING:
     from hal_backend_cuda.providers.humming.ops import HummingExperts, HummingLinear
-
     from hal_core.kernel import LinearWeights, MoEWeights
     from hal_core.machine import Machine
     from hal_core.spec import LinearSpec, MoESpec

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+
 from hal_backend_cuda.providers.fused_steps import fastest_steps
 from hal_backend_cuda.providers.humming.layout import humming_tensors, stacked_rows
 from hal_backend_cuda.providers.humming.runtime import (
@@ -16,8 +18,6 @@ from hal_backend_cuda.providers.humming.runtime import (
 )
 from hal_backend_cuda.providers.inputs import check_out, check_routing, check_rows, on_cuda
 from hal_backend_cuda.providers.steps import Route
-from torch import Tensor
-
 from hal_core.dtypes import torch_dtype
 from hal_core.ops import MoEExperts, QuantLinear
 from hal_core.weight_checks import check_linear_weights, check_moe_weights, check_same_kind, kinds_of
@@ -25,7 +25,6 @@ from hal_core.weight_checks import check_linear_weights, check_moe_weights, chec
 if TYPE_CHECKING:
     from hal_backend_cuda.providers.humming.recipes import Recipe
     from hal_backend_cuda.providers.steps import MoESteps
-
     from hal_core.kernel import LinearWeights, MoEWeights
     from hal_core.spec import LinearSpec, MoESpec
 

@@ -9,18 +9,17 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
+
 from hal_backend_cuda.providers.humming.recipes import INSTALL
 from hal_backend_cuda.providers.humming.tables import BlockTable, joined
 from hal_backend_cuda.providers.steps import Sorted
-from torch import Tensor, nn
-
 from hal_core.dtypes import torch_dtype
 from hal_core.errors import MissingDependencyError, ShapeError
 
 if TYPE_CHECKING:
     from hal_backend_cuda.providers.humming.recipes import Recipe
     from hal_backend_cuda.providers.humming.tables import Row
-
     from hal_core.schemes import WeightScheme
 
 __all__ = ["HummingMatrix", "Problem", "compile_dense", "compile_experts", "library", "quantize_rows"]
