@@ -1,6 +1,6 @@
-"""Peak memory of ``hal.load`` under the reference for int3 GPTQ and Q4_K GGUF checkpoints, as ``load_memory.py`` for int4.
+"""Peak memory of ``hal.load`` under the reference for int3 GPTQ, FP8 block and Q4_K GGUF checkpoints, as ``load_memory.py`` for int4.
 
-    python benchmarks/load_memory_formats.py [--format gptq3|q4_k] [--gigabytes 1.5] [--moe] [--policy require:reference] [--json]
+    python benchmarks/load_memory_formats.py [--format gptq3|fp8_block|q4_k] [--gigabytes 1.5] [--moe] [--policy require:reference] [--json]
 
 The limit is 1.10 x (packed + unquantized bytes) + the largest module's canonical bytes + 64 MB. ``file_limit`` takes the bytes of the
 file for those that the loaded ops hold: what is held must not have grown either.
@@ -21,7 +21,8 @@ import numpy as np
 import torch
 
 GROUP = 128
-KINDS = {"gptq3": 3 / 8 + 2 / GROUP, "q4_k": 4.5 / 8}  # bytes of a weight
+KINDS = {"gptq3": 3 / 8 + 2 / GROUP, "fp8_block": 1 + 4 / GROUP**2, "q4_k": 4.5 / 8}  # bytes of a weight
+SIZES = {"I32": 4, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1}
 GGUF_NAMES = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate": "ffn_gate_inp",
@@ -48,18 +49,42 @@ def write_gptq(folder: Path, layers: int, moe: bool) -> tuple[Path, int]:
             (f"{name}.qzeros", "I32", (k // GROUP, n * 3 // 32)),
             (f"{name}.scales", "F16", (k // GROUP, n)),
         ]
+    return folder, write_file(folder, tensors)
+
+
+def write_fp8(folder: Path, layers: int, moe: bool) -> tuple[Path, int]:
+    """FP8 with a float scale for each block of 128 x 128."""
+    config = base.config(layers, moe)
+    config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [GROUP, GROUP]}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = [(name, "BF16", shape) for name, shape in base.plain(layers, moe).items()]
+    for name, (n, k) in base.shapes(layers, moe).items():
+        tensors += [(f"{name}.weight", "F8_E4M3", (n, k)), (f"{name}.weight_scale_inv", "F32", (-(-n // GROUP), -(-k // GROUP)))]
+    return folder, write_file(folder, tensors)
+
+
+def write_file(folder: Path, tensors: list[tuple[str, str, tuple[int, ...]]]) -> int:
+    """The tensors of a folder, one at a time; returns their bytes."""
     header, offset = {}, 0
     for name, dtype, shape in tensors:
-        end = offset + (4 if dtype == "I32" else 2) * int(torch.Size(shape).numel())
+        end = offset + SIZES[dtype] * int(torch.Size(shape).numel())
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header).encode()
     with (folder / "model.safetensors").open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for name, dtype, shape in tensors:
-            content = zeros_of_3(shape) if name.endswith("qzeros") else base.content(name, dtype, shape)
-            file.write(content.numpy().tobytes())
-    return folder, offset
+            file.write(content(name, dtype, shape).numpy().tobytes())
+    return offset
+
+
+def content(name: str, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Values of a tensor."""
+    if name.endswith("qzeros"):
+        return zeros_of_3(shape)
+    if dtype == "F8_E4M3":
+        return torch.randint(0, 0x78, shape, dtype=torch.uint8)  # positive and finite
+    return torch.full(shape, 1e-3) if dtype == "F32" else base.content(name, dtype, shape)
 
 
 def zeros_of_3(shape: tuple[int, ...]) -> torch.Tensor:
@@ -135,7 +160,7 @@ def largest_canonical(kind: str, moe: bool) -> int:
     """Bytes of the largest module in canonical form; a block of experts is one module."""
     size = base.MOE if moe else base.DENSE
     one = (3 * size["experts"] if moe else 1) * size["hidden"] * size["inner"]
-    return int(one * (1 + 2 / GROUP)) if kind == "gptq3" else int(one * 4.625 / 8)
+    return int(one * {"gptq3": 1 + 2 / GROUP, "fp8_block": KINDS["fp8_block"], "q4_k": 4.625 / 8}[kind])
 
 
 def main() -> int:
@@ -149,7 +174,7 @@ def main() -> int:
     options = parser.parse_args()
     layers = layers_for(options.format, options.gigabytes, options.moe)
     with tempfile.TemporaryDirectory() as scratch:
-        write = write_gguf if options.format == "q4_k" else write_gptq
+        write = {"gptq3": write_gptq, "fp8_block": write_fp8, "q4_k": write_gguf}[options.format]
         path, size = write(Path(scratch), layers, options.moe)
         canonical = largest_canonical(options.format, options.moe)
         found = base.measure(path, options.policy, canonical)

@@ -190,7 +190,7 @@ def _check_values(values: Tensor, name: str) -> None:
 
 def _check_stored_scales(scales: Tensor, name: str) -> None:
     if scales.dtype == torch.uint8:
-        bad = int((scales == E8M0_NAN).sum())
+        bad = int(torch.count_nonzero(scales == E8M0_NAN))
     elif scales.dtype == torch.float8_e4m3fn:
         bad = count_fp8_nans(scales)
     else:

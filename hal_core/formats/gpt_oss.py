@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from hal_core.canonical import QuantizedTensor
 from hal_core.codes import E8M0_NAN
 from hal_core.errors import FormatError
@@ -53,7 +55,7 @@ class FusedBlocks(Packing):
 
     def unpack(self, tensors: Mapping[str, Tensor], plan: Plan) -> QuantizedTensor:
         scales = tensors["_scales"]
-        bad = int((scales == E8M0_NAN).sum())
+        bad = int(torch.count_nonzero(scales == E8M0_NAN))
         if bad:
             raise FormatError(f"tensor {plan.module}_scales", f"{bad} of {scales.numel()} scales are NaN", "the checkpoint is damaged")
         return QuantizedTensor(plan.scheme, plan.shape, tensors["_blocks"].flatten(-2), scales)
