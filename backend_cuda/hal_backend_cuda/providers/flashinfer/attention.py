@@ -222,11 +222,11 @@ class FlashInferKVOp(KVOp):
     ) -> tuple[Tensor, Tensor]:
         cache = self._checked(q, pages, sinks)
         result = torch.empty_like(q) if out is None else out
-        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         if not len(q):
-            return result, lse
+            return result, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         plan = self._planned(pages, block_table, lengths, query_starts, scale, causal)
-        plan.run(q, cache, self.key_scale, self.value_scale, result, lse)
+        lse = plan.run(q, cache, self.key_scale, self.value_scale, result, lse=True)
+        assert lse is not None  # asked for
         return result, self._natural(lse, plan)
 
     @staticmethod
@@ -245,7 +245,7 @@ class FlashInferKVOp(KVOp):
         if self.given is None:
             raise HalError("attend_planned", "there is no plan", "call plan(..) first")
         result = torch.empty_like(q) if out is None else out
-        self.given.run(q, self._checked(q, pages, None), self.key_scale, self.value_scale, result, None)
+        self.given.run(q, self._checked(q, pages, None), self.key_scale, self.value_scale, result, lse=False)
         return result
 
     def _checked(self, q: Tensor, pages: Tensor, sinks: Tensor | None) -> Tensor:

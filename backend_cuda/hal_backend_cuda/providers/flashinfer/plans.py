@@ -35,7 +35,7 @@ CALLS = {
     "decode.plan": Call(
         f"{_DECODE}.plan", ("indptr", "indices", "last_page_len", "head_dim", *_SHARED), through=f"{_DECODE}._plan_impl"
     ),
-    "decode.run": Call(f"{_DECODE}.run", ("q", "paged_kv_cache", "k_scale", "v_scale", "out", "lse", "return_lse")),
+    "decode.run": Call(f"{_DECODE}.run", ("q", "paged_kv_cache", "k_scale", "v_scale", "out", "return_lse")),
     "prefill": Call(
         _PREFILL,
         ("float_workspace_buffer", "kv_layout", "use_cuda_graph", "qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf",
@@ -45,7 +45,7 @@ CALLS = {
         f"{_PREFILL}.plan",
         ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len", "head_dim_qk", "causal", *_SHARED),
     ),
-    "prefill.run": Call(f"{_PREFILL}.run", ("q", "paged_kv_cache", "k_scale", "v_scale", "out", "lse", "return_lse")),
+    "prefill.run": Call(f"{_PREFILL}.run", ("q", "paged_kv_cache", "k_scale", "v_scale", "out", "return_lse")),
 }  # fmt: skip
 
 
@@ -134,9 +134,10 @@ class Plan:
         self.wrapper.plan(**values)
         self.causal, self.scale, self.empty = causal, scale, bool((batch.last == 0).any())
 
-    def run(self, q: Tensor, cache: Tensor, k_scale: float, v_scale: float, out: Tensor, lse: Tensor | None) -> None:
-        """One launch (two where a value scale is not 1)."""
-        self.wrapper.run(q, cache, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, return_lse=lse is not None)
+    def run(self, q: Tensor, cache: Tensor, k_scale: float, v_scale: float, out: Tensor, *, lse: bool) -> Tensor | None:
+        """One launch (two where a value scale is not 1); logarithms to base 2 where they are wanted."""
+        found = self.wrapper.run(q, cache, k_scale=k_scale, v_scale=v_scale, out=out, return_lse=lse)
+        return found[1] if lse else None
 
 
 def planned(found: Plan | None, spec: KVCacheSpec, batch: Batch, device: torch.device, graph: bool, rows: int, most_pages: int) -> Plan:

@@ -1,0 +1,420 @@
+"""Providers on an NVIDIA GPU: numerics against the float32 reference, and what this backend adds to their own calls.
+
+    python benchmarks/cuda_providers.py [--parts numerics,experts,dense,attention,..] [--json FILE]
+
+``graph`` and experts' times are CUDA graphs over weights in rotation; ``call`` is wall time of calls one after another. "Bare" is
+the provider's own launch with all it needs at hand: for experts the two indexed products alone. Parts: the functions of ``PARTS``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import functools
+import json
+import math
+import statistics
+import time
+import traceback
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from hal_backend_cuda.providers.humming import runtime
+from hal_backend_cuda.providers.kernels import KERNELS
+from hal_backend_cuda.providers.steps import Route
+
+from hal_core.canonical import QuantizedTensor
+from hal_core.dtypes import torch_dtype
+from hal_core.kernel import LinearWeights, MoEWeights
+from hal_core.kv.op import KVParams
+from hal_core.kv.scheme import KVScheme
+from hal_core.ops import Routed
+from hal_core.reference.linear import ReferenceLinear
+from hal_core.reference.moe import ReferenceMoE
+from hal_core.schemes import ActivationScheme, Granularity, WeightScheme
+from hal_core.spec import Activation, KVCacheSpec, LinearSpec, MoESpec
+from hal_core.testing.data import random_input, random_weight, to_device
+
+BY_NAME = {kernel.name: kernel for kernel in KERNELS}
+DEVICE = torch.device("cuda", 0)
+TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
+RECIPES = [
+    ("w4a16", "int4:g128"), ("w4a16", "int4:g32:zero"), ("w4a16", "int4:channel"), ("w8a16", "int8:g128"), ("w4a8_int8", "int4:g128"),
+    ("w4a8_fp8", "int4:g128"), ("w8a8", "int8:channel"), ("fp8_block", "fp8_e4m3:b128x128"), ("fp8_channel", "fp8_e4m3:channel"),
+    ("fp8_a16", "fp8_e4m3:b128x128"), ("mxfp4", "mxfp4:g32"), ("nvfp4", "nvfp4:g16"),
+]  # fmt: skip
+RESULTS: list[dict] = []
+WHOLE_COMPILE = runtime.HummingMatrix.compile
+WHOLE_TABLE = runtime.Problem.table
+
+
+def record(part, **found):
+    RESULTS.append({"part": part, **found})
+    print(part, " ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in found.items()), flush=True)
+
+
+def serve_only(*counts):
+    """Compile only the tiles that serve these numbers of rows: a table has dozens."""
+
+    def compile_some(self, rows):
+        kept = [row for row in rows if any(row[0] < count <= row[1] for count in counts)]
+        ends = [0, *(row[1] for row in kept[:-1]), 1 << 30]
+        WHOLE_COMPILE(self, [(ends[i], ends[i + 1], row[2]) for i, row in enumerate(kept)])
+
+    runtime.HummingMatrix.compile, runtime.Problem.table = compile_some, WHOLE_TABLE
+
+
+def few_tiles():
+    """Two tiles a product, one for few rows and one for many, so that all recipes compile in a minute."""
+
+    def table(self, configuration, device):
+        tile = {m: runtime.library().heuristics(configuration, shape_m=m, gemm_type=self.gemm, device=device) for m in (8, 600)}
+        return [(0, 16, tile[8]), (16, 1 << 30, tile[600])]
+
+    runtime.HummingMatrix.compile, runtime.Problem.table = WHOLE_COMPILE, table
+
+
+def graphed(calls, repeats=20):
+    """Microseconds of one call: a graph of all of them, replayed."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for call in calls:
+                call()
+        graph.replay()
+        stream.synchronize()
+        times = []
+        for _ in range(5):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record(stream)
+            for _ in range(repeats):
+                graph.replay()
+            end.record(stream)
+            end.synchronize()
+            times.append(begin.elapsed_time(end) * 1e3 / repeats / len(calls))
+    return statistics.median(times)
+
+
+def walled(call, count=300):
+    """Microseconds of one call outside graphs, calls one after another."""
+    for _ in range(20):
+        call()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        for _ in range(count):
+            call()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - begin) * 1e6 / count)
+    return statistics.median(times)
+
+
+def error(found, wanted):
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+def activation_scheme(kernel):
+    quant = kernel.numerics.activations
+    return ActivationScheme(quant[0].dtype, Granularity.parse(quant[0].granularity)) if quant else None
+
+
+def numerics_linear(name, text):
+    kernel, rng, scheme = BY_NAME[f"linear_humming_{name}"], torch.Generator().manual_seed(len(name + text)), WeightScheme.parse(text)
+    dtype = kernel.dtypes[0]
+    spec = LinearSpec(384, 1152, scheme, numerics=kernel.numerics, dtype=dtype, bias=True)
+    weight = to_device(random_weight(scheme, (384, 1152), rng, dtype), DEVICE)
+    weights = LinearWeights(weight, torch.randn(384, generator=rng).to(DEVICE))
+    op, exact = kernel.prepare(spec, weights), ReferenceLinear().prepare(spec, weights)
+    same = ReferenceLinear().prepare(replace(spec, activations=activation_scheme(kernel)), weights)
+    for m in (1, 33, 300):
+        x = random_input((m, 1152), rng, dtype, outliers=True).to(DEVICE)
+        out = torch.full((m, 384), math.nan, dtype=torch_dtype(dtype), device=DEVICE)
+        op.apply(x, out=out)
+        found, to_exact = error(out, same.apply(x.float())), error(out, exact.apply(x.float()))
+        record("numerics", op="linear", kernel=kernel.name, scheme=text, m=m, error=found, to_exact=to_exact, bound=kernel.error_bound)
+    other = LinearWeights(to_device(random_weight(scheme, (384, 1152), rng, dtype), DEVICE), torch.zeros(384, device=DEVICE))
+    op.update(other)
+    pairs = zip(op.buffers(), kernel.prepare(spec, other).buffers(), strict=True)
+    record("update", kernel=kernel.name, scheme=text, equal=all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs))
+
+
+def small_experts(kernel, scheme, dtype, rng, mapped):
+    activation = Activation("swiglu_oai", 1.702, 7.0) if "mxfp4" in kernel.name else Activation()
+    spec = MoESpec(
+        16, 3, 384, 256, scheme, scheme, scheme, activation=activation, numerics=kernel.numerics, dtype=dtype, bias=True,
+        expert_map=mapped, local_experts=9 if mapped else None, routed_scaling=1.5,
+    )  # fmt: skip
+    gate, up, down = (random_weight(scheme, (spec.local, *shape), rng, dtype) for shape in ((256, 384), (256, 384), (384, 256)))
+    if up.global_scale is not None:
+        up = replace(up, global_scale=gate.global_scale)
+    biases = [torch.randn(spec.local, n, generator=rng).to(DEVICE) * 0.3 for n in (256, 256, 384)]
+    return spec, MoEWeights(*(to_device(t, DEVICE) for t in (up, down, gate)), *biases)
+
+
+def numerics_experts(name, text):
+    kernel, rng, scheme = BY_NAME[f"moe_humming_{name}"], torch.Generator().manual_seed(len(name + text)), WeightScheme.parse(text)
+    dtype, mapped = kernel.dtypes[0], name == "w4a16"
+    spec, weights = small_experts(kernel, scheme, dtype, rng, mapped)
+    op = kernel.prepare(spec, weights)
+    same = ReferenceMoE().prepare(replace(spec, activations=activation_scheme(kernel)), weights)
+    places = torch.full((16,), -1, dtype=torch.int32, device=DEVICE)
+    places[::2], places[15] = torch.arange(8, dtype=torch.int32, device=DEVICE), 8
+    ways = {"expert_map": places if mapped else None}
+    for tokens in (1, 2, 11, 200, 700):
+        x = random_input((tokens, 384), rng, dtype, outliers=True).to(DEVICE)
+        ids = torch.stack([torch.randperm(16, generator=rng)[:3] for _ in range(tokens)]).int()
+        ids[torch.rand(ids.shape, generator=rng) < 0.1] = -1
+        routing = Routed(ids.to(DEVICE), torch.rand(tokens, 3, generator=rng).to(DEVICE))
+        for reduce in (True, False):
+            out = torch.full((tokens, 384) if reduce else (tokens, 3, 384), math.nan, dtype=torch_dtype(dtype), device=DEVICE)
+            op.apply(x, routing, out=out, reduce=reduce, **ways)
+            wanted = same.apply(x.float(), routing, reduce=reduce, **ways)
+            found = error(out, wanted) if float(wanted.norm()) else float(out.float().norm())
+            record("numerics", op="moe", kernel=kernel.name, scheme=text, m=tokens, reduce=reduce, error=found, bound=kernel.error_bound)
+
+
+def numerics():
+    few_tiles()
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        jobs = [(job, case, pool.submit(job, *case)) for job in (numerics_linear, numerics_experts) for case in RECIPES]
+        for job, case, done in jobs:
+            if problem := done.exception():
+                record("failed", of=job.__name__, case=case, problem=f"{type(problem).__name__}: {problem}"[:300])
+
+
+def copy_rate():
+    """GB/s of a copy, read and written bytes together."""
+    source = torch.empty(1 << 28, dtype=torch.int32, device=DEVICE)
+    target = torch.empty_like(source)
+    return 2 * source.numel() * 4 / graphed([lambda: target.copy_(source)], 5) / 1e3
+
+
+def routings(tokens, count, experts=128, top_k=8):
+    rng, out = torch.Generator().manual_seed(tokens), []
+    for _ in range(count):
+        ids = torch.rand(tokens, experts, generator=rng).topk(top_k, dim=1).indices.int().to(DEVICE)
+        out.append(Routed(ids, torch.rand(tokens, top_k, generator=rng).to(DEVICE)))
+    return out
+
+
+def big_weight(scheme, shape, rng):
+    """Random codes and scales near 0.01, made on the device."""
+    n, k = shape[-2:]
+    codes = torch.randint(0, 256, (*shape[:-2], n, k * scheme.bits // 8), dtype=torch.uint8, device=DEVICE, generator=rng)
+    scales = (torch.rand(*shape[:-2], n, k // scheme.granularity.group, device=DEVICE, generator=rng) * 0.01 + 0.005).bfloat16()
+    return QuantizedTensor(scheme, shape, codes, scales)
+
+
+class Sorted:
+    """One experts op with all that its two products need for one routing: what "bare" launches."""
+
+    def __init__(self, op, routing, x):
+        self.op, count = op, routing.topk_ids.numel()
+        self.route = Route(routing.topk_ids, routing.topk_weights, op.spec.num_experts, op.spec.local)
+        self.places = (op.blocks.block(count), op.blocks.capacity(count, op.spec.local))
+        self.order = op.steps.sort(self.route, *self.places)
+        self.wide, self.slots = (torch.zeros(count, n, dtype=torch.bfloat16, device=DEVICE) for n in (op.wide, op.spec.hidden))
+        self.codes, self.scales = runtime.quantize_rows(op.recipe, x)
+        self.thin, self.thin_scales = runtime.quantize_rows(op.recipe, op.steps.activate(self.wide, op.spec.activation, True))
+        self.out = torch.empty_like(x)
+
+    def both(self):
+        self.op.first.launch(self.codes, self.scales, self.wide, self.order, top_k=self.op.spec.top_k)
+        self.op.second.launch(self.thin, self.thin_scales, self.slots, self.order)
+
+    def steps(self):
+        steps, spec = self.op.steps, self.op.spec
+        calls = {
+            "sort": lambda: steps.sort(self.route, *self.places), "activate": lambda: steps.activate(self.wide, spec.activation, True),
+            "reduce": lambda: steps.reduce(self.slots, self.route, 1.0, self.out),
+        }  # fmt: skip
+        return {f"{name}_us": graphed([call] * 4) for name, call in calls.items()}
+
+
+def experts_of(tokens, ops, rate):
+    """The whole op beside its bare products; the target is theirs and 9 us, or 8 us and the bytes of what lies between."""
+    x = (torch.randn(tokens, 2048, device=DEVICE) * 0.3).bfloat16()
+    out, routes = torch.empty_like(x), routings(tokens, 4)
+    pairs = [(ops[i % 2], route) for i, route in enumerate(routes)]
+    whole = graphed([functools.partial(op.apply, x, route, out=out) for op, route in pairs])
+    ready = [Sorted(op, route, x) for op, route in pairs]
+    bare = graphed([each.both for each in ready])
+    moved = 2 * tokens * (8 * (1536 + 768 + 2048) + 2048)
+    allowed = bare + (9 if tokens <= 64 else 8 + moved / (0.75 * rate * 1e3))
+    call = walled(functools.partial(ops[0].apply, x, routes[0], out=out), 100)
+    record("experts", recipe=ops[0].recipe.name, m=tokens, whole_us=whole, bare_us=bare, added_us=whole - bare, allowed_us=allowed,
+           met=whole <= allowed, call_us=call, **ready[0].steps())  # fmt: skip
+
+
+def experts(name="w4a16"):
+    serve_only(*(8 * t for t in TOKENS))
+    rate, kernel, scheme = copy_rate(), BY_NAME[f"moe_humming_{name}"], WeightScheme.parse("int4:g128")
+    record("copy", gb_s=rate)
+    spec = MoESpec(128, 8, 2048, 768, scheme, scheme, scheme, numerics=kernel.numerics)
+    rng, ops = torch.Generator(device=DEVICE).manual_seed(0), []
+    begin = time.perf_counter()
+    for _ in range(2):
+        up, gate, down = (big_weight(scheme, (128, *shape), rng) for shape in ((768, 2048), (768, 2048), (2048, 768)))
+        ops.append(kernel.prepare(spec, MoEWeights(up, down, gate)))
+    record("prepare", kernel=kernel.name, seconds=time.perf_counter() - begin)
+    for tokens in TOKENS:
+        experts_of(tokens, ops, rate)
+
+
+def dense():
+    serve_only(1, 16, 64, 512)
+    kernel, scheme, rng = BY_NAME["linear_humming_w4a16"], WeightScheme.parse("int4:g128"), torch.Generator(device=DEVICE).manual_seed(0)
+    ops = [kernel.prepare(LinearSpec(4096, 4096, scheme), LinearWeights(big_weight(scheme, (4096, 4096), rng))) for _ in range(24)]
+    for m in (1, 16, 64, 512):
+        x = torch.randn(m, 4096, device=DEVICE, generator=rng).bfloat16()
+        out = torch.empty(m, 4096, dtype=torch.bfloat16, device=DEVICE)
+        whole = [functools.partial(op.apply, x, out=out) for op in ops]
+        bare = [functools.partial(op.matrix.launch, x, None, out) for op in ops]
+        record("dense", m=m, graph_us=graphed(whole), bare_graph_us=graphed(bare), call_us=walled(whole[0]), bare_call_us=walled(bare[0]))
+
+
+def attention_reference(q, k, v):
+    """float32 ``[Hq, D]`` of one query row over ``k, v [n, Hkv, D]``, and its logarithms."""
+    k, v = (t.float().repeat_interleave(q.shape[0] // k.shape[1], dim=1) for t in (k, v))
+    logits = torch.einsum("hd,nhd->hn", q.float(), k) * q.shape[-1] ** -0.5
+    return torch.einsum("hn,nhd->hd", logits.softmax(-1), v), logits.logsumexp(-1)
+
+
+class Cache:
+    """A filled cache, 32 query and 8 kv heads of 128 in pages of 16, and one query row a sequence."""
+
+    def __init__(self, kind, batch, context, params=None):
+        scheme, each = KVScheme.parse(kind), -(-context // 16)
+        self.op = BY_NAME["kv_flashinfer"].prepare(KVCacheSpec(32, 8, 128, 16, scheme, scheme), params or KVParams())
+        self.pages = torch.empty(batch * each, self.op.page_bytes, dtype=torch.uint8, device=DEVICE)
+        self.table = torch.randperm(batch * each, device=DEVICE).int().view(batch, each)
+        position = torch.arange(context, device=DEVICE)
+        slots = (self.table.long()[:, position // 16] * 16 + position % 16).reshape(-1)
+        for part in slots.split(1 << 16):
+            k, v = (torch.randn(len(part), 8, 128, device=DEVICE).bfloat16() for _ in range(2))
+            self.op.append(self.pages, k, v, part)
+        self.lengths = torch.full((batch,), context, dtype=torch.int32, device=DEVICE)
+        self.starts = torch.arange(batch + 1, dtype=torch.int32, device=DEVICE)
+        self.q = torch.randn(batch, 32, 128, device=DEVICE).bfloat16()
+        self.out = torch.full_like(self.q, math.nan)
+
+    def batch(self):
+        return self.table, self.lengths, self.starts
+
+    def plan(self, graph):
+        self.op.plan(len(self.pages), *self.batch(), graph=graph)
+        return self.op.given.wrapper
+
+    def attend(self):
+        return self.op.attend(self.q, self.pages, *self.batch(), out=self.out)
+
+    def attend_planned(self):
+        return self.op.attend_planned(self.q, self.pages, out=self.out)
+
+
+def attention_numerics(kind):
+    scaled = KVParams(torch.tensor(0.02), torch.tensor(0.03)) if kind == "fp8" else None
+    c = Cache(kind, 5, 333, scaled)
+    c.lengths.copy_(torch.tensor([333, 1, 0, 16, 200]))
+    _, lse = c.attend()
+    for b, n in enumerate(c.lengths.tolist()):
+        if not n:
+            record("attention_numerics", kind=kind, n=0, zero=bool((c.out[b] == 0).all()), lse=str(lse[b, 0].item()))
+            continue
+        wanted, sums = attention_reference(c.q[b], *c.op.materialize(c.pages, c.table[b], n, dtype="fp32"))
+        record("attention_numerics", kind=kind, n=n, error=error(c.out[b], wanted), lse_error=float((lse[b] - sums).abs().max()))
+    lengths, starts = (torch.tensor(t, dtype=torch.int32, device=DEVICE) for t in ([333, 50], [0, 40, 43]))
+    q = torch.randn(43, 32, 128, device=DEVICE).bfloat16()
+    out, lse = c.op.attend(q, c.pages, c.table[:2], lengths, starts)
+    for b, row, last in ((0, 0, 40), (0, 39, 40), (1, 40, 43), (1, 42, 43)):
+        n = int(lengths[b])
+        k, v = c.op.materialize(c.pages, c.table[b], n, dtype="fp32")
+        seen = n - (last - 1 - row)
+        wanted, sums = attention_reference(q[row], k[:seen], v[:seen])
+        far = float((lse[row] - sums).abs().max())
+        record("attention_numerics", kind=kind, prefill_row=row, error=error(out[row], wanted), lse_error=far)
+
+
+def attention_of(kind, batch, context):
+    c = Cache(kind, batch, context)
+    bare = functools.partial(c.plan(graph=False).run, c.q, c.op.cache(c.pages), k_scale=1.0, v_scale=1.0, out=c.out)
+    calls = {"bare": bare, "bare_lse": functools.partial(bare, return_lse=True), "planned": c.attend_planned, "attend": c.attend}
+    found = {f"{name}_call_us": walled(call) for name, call in calls.items()}
+    c.op.forget()
+    found["unplanned_call_us"] = walled(c.attend, 50)
+    bare = functools.partial(c.plan(graph=True).run, c.q, c.op.cache(c.pages), k_scale=1.0, v_scale=1.0, out=c.out)
+    calls = {"bare": bare, "bare_lse": functools.partial(bare, return_lse=True), "planned": c.attend_planned, "attend": c.attend}
+    found |= {f"{name}_graph_us": graphed([call] * 4, 10) for name, call in calls.items()}
+    moved = 2 * batch * context * c.op.width * c.op.elements.itemsize
+    record("attention", kind=kind, batch=batch, context=context, **found, gb_s=moved / found["planned_graph_us"] / 1e3)
+
+
+def attention():
+    for kind in ("bf16", "fp8"):
+        attention_numerics(kind)
+    for kind in ("bf16", "fp8"):
+        for batch, context in ((64, 4096), (1, 32768), (1, 128)):
+            attention_of(kind, batch, context)
+
+
+def attention_numerics_only():
+    for kind in ("bf16", "fp8"):
+        attention_numerics(kind)
+
+
+def interleave():
+    """FlashInfer's own interleave of scales, which needs a GPU, beside this backend's."""
+    import flashinfer
+    from hal_backend_cuda.providers.flashinfer.moe_layouts import interleaved
+
+    for n, g, dtype in ((128, 4, torch.uint8), (256, 12, torch.uint8), (384, 64, torch.bfloat16)):
+        scales = torch.randint(0, 100, (2, n, g), device=DEVICE).to(dtype)
+        theirs = flashinfer.block_scale_interleave(scales)
+        record("interleave", n=n, g=g, dtype=str(dtype), equal=torch.equal(theirs.reshape(-1), interleaved(scales).reshape(-1)))
+
+
+def once():
+    """One pass of each op on small sizes, for a memory checker around this program."""
+    few_tiles()
+    for job in (numerics_linear, numerics_experts):
+        job("w4a16", "int4:g128")
+        job("w4a8_int8", "int4:g128")
+    attention_numerics("fp8")
+
+
+PARTS = {
+    "numerics": numerics, "experts": experts, "experts_int8": functools.partial(experts, "w4a8_int8"), "dense": dense,
+    "attention": attention, "attention_numerics": attention_numerics_only, "interleave": interleave, "once": once,
+}  # fmt: skip
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parts", default="numerics,experts,dense,attention")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    wanted = ("torch", "triton", "humming-kernels", "flashinfer-python")
+    installed = {d.metadata["Name"]: d.version for d in metadata.distributions()}
+    versions = {name: installed.get(name, "none") for name in wanted}
+    record("machine", device=torch.cuda.get_device_name(0), date=time.strftime("%Y-%m-%d"), **versions)
+    for part in options.parts.split(","):
+        begin = time.perf_counter()
+        try:
+            PARTS[part]()
+        except Exception as problem:  # noqa: BLE001 - one part that fails must not hide the others
+            traceback.print_exc()
+            record("failed", of=part, problem=f"{type(problem).__name__}: {problem}"[:300])
+        record("took", of=part, seconds=time.perf_counter() - begin)
+        if options.json:
+            options.json.write_text(json.dumps(RESULTS, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
