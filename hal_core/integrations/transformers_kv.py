@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.cache_utils import Cache
 
-from hal_core.errors import SettingError
+from hal_core.errors import SettingError, ShapeError
 from hal_core.integrations.transformers_kv_attention import NAME, is_supported, register
 from hal_core.integrations.transformers_kv_layer import KVCacheLayer, LayerPlan
 from hal_core.kv.scheme import KV_GROUP, KVScheme, parse_pair
@@ -21,6 +21,8 @@ from hal_core.policy import current_policy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from torch import Tensor
 
     from hal_core.kv.op import KVParams
     from hal_core.policy import Policy
@@ -90,6 +92,20 @@ class KVCache(Cache):
         register()
         if model.config._attn_implementation != NAME:
             model.set_attn_implementation(NAME)
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer, marked for the attention function.
+
+        Raises:
+            ShapeError: the model attends with another function than ``hal``, or an earlier call failed between two layers, so that they
+                hold different tokens.
+        """
+        self._held[layer_idx - 1].check_attended()
+        ahead, own = self._held[0].get_seq_length(), self._held[layer_idx].get_seq_length()
+        if layer_idx and own + key_states.shape[2] != ahead:
+            found = f"layer 0 has {ahead} columns, layer {layer_idx} has {own} and gets {key_states.shape[2]}"
+            raise ShapeError("KV cache", found, "an earlier call failed halfway: reset() the cache")
+        return self._held[layer_idx].update(key_states, value_states)
 
     @property
     def nbytes(self) -> int:

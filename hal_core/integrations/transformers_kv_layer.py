@@ -63,6 +63,7 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.spec: KVCacheSpec | None = None
         self.selection: Selection | None = None
         self._pages: PagedKVCache | None = None
+        self._asked: tuple[Any, ...] = ()
         self._pending: tuple[Tensor, Tensor] | None = None
         self.reset()
 
@@ -115,14 +116,18 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         Raises:
             ShapeError: the last ones were never attended, so the model does not use the attention function ``hal``.
         """
-        if self._pending is not None:
-            found = "the model attends with another function than hal, or an earlier call failed"
-            raise ShapeError(self.plan.name, found, 'call model.set_attn_implementation("hal"), and reset() the cache')
+        self.check_attended()
         if key_states.dim() != 4 or value_states.dim() != 4 or key_states.shape[:3] != value_states.shape[:3]:
             found = f"keys {list(key_states.shape)}, values {list(value_states.shape)}"
             raise ShapeError(self.plan.name, found, "give [batch, heads, tokens, channels] of both")
         self._pending = key_states.detach(), value_states.detach()  # packed tokens carry no gradients
         return mark(key_states, self), value_states
+
+    def check_attended(self) -> None:
+        """Raise if keys were taken and no attention followed: another function would attend to a part of them."""
+        if self._pending is not None:
+            found = "the model attends with another function than hal, or an earlier call failed"
+            raise ShapeError(self.plan.name, found, 'call model.set_attn_implementation("hal"), and reset() the cache')
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Store what ``update`` was given, then attend: ``[B, T, Hq, Dv]``. Rows of hidden queries are zeros."""
@@ -149,21 +154,28 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def _paged(self, call: AttentionCall, key: Tensor, value: Tensor) -> PagedKVCache:
         """The pages, made for what the first call asks; a later call must ask the same."""
-        if call.window != self.plan.window:
-            found = f"window {call.window} in the call, {self.plan.window} by config.json"
-            raise ShapeError(self.plan.name, found, "report this model type")
+        asked = (
+            call.query.shape[1], key.shape[1], key.shape[3], value.shape[3], key.dtype, call.window, call.soft_cap, call.sinks is not None,
+        )  # fmt: skip
+        if self._pages is None:
+            self.spec = self._spec(call, key, value)
+            self._pages = kv_cache(self.spec, params=self.plan.params, device=key.device, policy=self.plan.policy, layer=self.plan.name)
+            self.selection, self._asked = self._pages.op.selection, asked
+        elif asked != self._asked:
+            found = f"holds {self.spec}, a call asks for {self._spec(call, key, value)}"
+            raise ShapeError(self.plan.name, found, "use one cache for one model and dtype")
+        return self._pages
+
+    def _spec(self, call: AttentionCall, key: Tensor, value: Tensor) -> KVCacheSpec:
         plan = self.plan
-        spec = KVCacheSpec(
+        if call.window != plan.window:
+            found = f"window {call.window} in the call, {plan.window} by config.json"
+            raise ShapeError(plan.name, found, "report this model type")
+        return KVCacheSpec(
             call.query.shape[1], key.shape[1], key.shape[3], plan.page_size, plan.keys, plan.values, dtype=dtype_word(key.dtype),
             value_dim=None if value.shape[3] == key.shape[3] else value.shape[3], window=plan.window, sinks=call.sinks is not None,
             soft_cap=call.soft_cap, scales=plan.scales, seed=plan.seed,
         )  # fmt: skip
-        if self._pages is None:
-            self._pages = kv_cache(spec, params=plan.params, device=key.device, policy=plan.policy, layer=plan.name)
-            self.spec, self.selection = spec, self._pages.op.selection
-        elif spec != self.spec:
-            raise ShapeError(self.plan.name, f"holds {self.spec}, a call asks for {spec}", "use one cache for one model and dtype")
-        return self._pages
 
     def _check_batch(self, batch: int) -> None:
         if self._sequences and len(self._sequences) != batch:

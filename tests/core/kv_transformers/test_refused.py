@@ -104,9 +104,11 @@ def test_scales_can_be_given_instead(model):
 def test_another_attention_function_is_told_before_it_reads_a_part_of_the_keys(model):
     cache = KVCache(model, "int8", policy=POLICY)
     model.set_attn_implementation("sdpa")
-    model(torch.tensor([[5, 6, 7]]), cache=cache)
-    with pytest.raises(ShapeError, match=r"another function than hal.*set_attn_implementation"):
-        model(torch.tensor([[5]]), cache=cache)
+    for ids in ([[5, 6, 7]], [[5]]):
+        with pytest.raises(ShapeError, match=r"another function than hal.*set_attn_implementation"):
+            model(torch.tensor(ids), cache=cache)
+    model.set_attn_implementation("hal")
+    model(torch.tensor([[5, 6, 7]]), cache=cache.emptied())
 
 
 def test_another_batch_or_dtype_is_refused(model):
@@ -164,6 +166,22 @@ def test_keys_that_are_not_finite_are_refused(model):
         model.model.layers[1].self_attn.k_proj.weight[0, 0] = float("nan")
     with pytest.raises(ShapeError, match="nan at token"):
         model(torch.tensor([[5, 6, 7]]), cache=KVCache(model, "int8", policy=POLICY))
+
+
+def test_a_call_that_failed_halfway_is_not_continued(model):
+    cache = KVCache(model, "int8", policy=POLICY)
+    ids = torch.tensor([[5, 6, 7]])
+    weight = model.model.layers[1].self_attn.k_proj.weight
+    with torch.inference_mode():
+        wanted = model(ids, cache=cache).logits
+        kept = weight[0, 0].clone()
+        weight[0, 0] = float("nan")
+        with pytest.raises(ShapeError, match="nan at token"):
+            model(ids, cache=cache)
+        weight[0, 0] = kept
+        with pytest.raises(ShapeError, match=r"failed halfway: reset\(\)"):
+            model(ids, cache=cache)
+        assert torch.equal(model(ids, cache=cache.emptied()).logits, wanted)
 
 
 def test_crops_beyond_what_is_cached_are_refused(model):
