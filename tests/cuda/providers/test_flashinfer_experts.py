@@ -43,8 +43,8 @@ def fits(entry):
 
 
 def fake_fp4(
-    input,
-    global_scale,  # noqa: A002 - FlashInfer's name
+    input,  # noqa: A002 - FlashInfer's name
+    global_scale,
     sf_vec_size,
     sf_use_ue8m0,
     is_sf_swizzled_layout,

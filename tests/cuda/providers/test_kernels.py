@@ -8,9 +8,10 @@ import pytest
 from hal_backend_cuda.providers.kernels import KERNELS
 
 from hal_core.contract import kernel_problems
+from hal_core.kv.scheme import KVScheme
 from hal_core.machine import Version
 from hal_core.schemes import WeightScheme
-from hal_core.spec import LinearSpec, MoESpec
+from hal_core.spec import KVCacheSpec, LinearSpec, MoESpec
 from hal_core.stored import load_facts
 
 BY_NAME = {kernel.name: kernel for kernel in KERNELS}
@@ -114,3 +115,42 @@ def test_processors_and_old_devices_are_refused():
     assert codes("linear_humming_w4a16", linear("int4:g128"), turing) == ["dtype.activation"]
     assert codes("linear_humming_w4a16", linear("int4:g128", dtype="fp16"), turing) == []
     assert "device.arch" in codes("linear_humming_fp8_block", linear("fp8_e4m3:b128x128"), turing)
+
+
+def cache(kind, **changes):
+    scheme = KVScheme.parse(kind)
+    return KVCacheSpec(
+        **{"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 16, "keys": scheme, "values": scheme, **changes}
+    )
+
+
+def test_caches():
+    name = "kv_flashinfer"
+    for kind in ("bf16", "fp8"):
+        assert codes(name, cache(kind, window=4096, soft_cap=30.0)) == []
+    assert codes(name, cache("fp16", dtype="fp16")) == []
+    assert codes(name, cache("fp16")) == ["kv.scheme"]
+    assert codes(name, cache("turboquant:4")) == ["kv.scheme"] * 2
+    assert codes(name, cache("fp8:head")) == ["kv.scheme"] * 2
+    assert codes(name, cache("bf16", head_dim=96)) == ["kv.head_dim"] * 2
+    assert codes(name, cache("bf16", sinks=True)) == ["epilogue.sinks"]
+    assert codes(name, cache("bf16", value_dim=64)) == ["epilogue.value_dim"]
+    ampere = replace(H200, devices=(replace(H200.devices[1], architecture="sm_80"),))
+    assert codes(name, cache("fp8"), ampere) == ["kv.scheme"]
+    assert codes(name, cache("bf16"), ampere) == []
+
+
+def test_experts_of_flashinfer():
+    b200 = replace(H200, devices=(replace(H200.devices[1], architecture="sm_100"),))
+    bf16 = experts("bf16")
+    assert codes("moe_flashinfer_cutlass_bf16", bf16) == []
+    assert codes("moe_flashinfer_trtllm_bf16", bf16) == ["device.arch"]
+    assert codes("moe_flashinfer_trtllm_bf16", bf16, b200) == []
+    assert codes("moe_flashinfer_trtllm_bf16", replace(bf16, out_dtype="fp16"), b200) == ["dtype.output"]
+    assert codes("moe_flashinfer_trtllm_mxint4", experts("int4:g64"), b200) == ["scheme.group"]
+    assert codes("moe_flashinfer_trtllm_mxfp4", experts("mxfp4:g32", bias=True), b200) == []
+    assert codes(
+        "moe_flashinfer_trtllm_fp8_tensor", experts("fp8_e4m3:tensor", numerics=BY_NAME["moe_flashinfer_trtllm_fp8_tensor"].numerics), b200
+    ) == ["backend.package"]
+    found = BY_NAME["moe_flashinfer_trtllm_mxfp4"].padding(experts("mxfp4:g32", intermediate=192))
+    assert [(p.dim, p.asked, p.padded) for p in found] == [("intermediate", 192, 256)]

@@ -31,6 +31,8 @@ __all__ = ["KERNELS", "FlashInferKV", "FlashInferKVOp"]
 
 _ELEMENTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 _LARGEST = 448.0
+#: Architectures without conversions to e4m3.
+_NO_E4M3 = {"sm_80", "sm_86"}
 _LN2 = math.log(2.0)
 
 
@@ -309,6 +311,10 @@ class FlashInferKV(KVKernel):
         if spec.keys.kind in {"bf16", "fp16"} and spec.keys.kind != spec.dtype:
             fix = f"store the cache in {spec.dtype}, or use another kernel"
             out.append(Refusal("kv.scheme", f"keys in {spec.keys} with {spec.dtype} queries", "serves one dtype for both", fix))
+        architectures = {device.architecture for device in machine.devices if device.kind == "cuda"}
+        if spec.keys.kind == "fp8" and architectures and architectures <= _NO_E4M3:
+            found = f"{', '.join(sorted(architectures))} cannot convert to e4m3, and tokens are stored by a kernel that does"
+            out.append(Refusal("kv.scheme", f"keys in {spec.keys}", found, "store the cache in bf16, or use another kernel"))
         return tuple(out)
 
     def prepare(self, spec: KVCacheSpec, weights: KVParams) -> FlashInferKVOp:

@@ -40,7 +40,7 @@ class HummingLayout(Layout):
     global_dtype: torch.dtype = torch.float32
     name = "humming"
 
-    def obstacle(self, scheme: WeightScheme, shape: tuple[int, int]) -> str:
+    def obstacle(self, scheme: WeightScheme, shape: tuple[int, ...]) -> str:
         g = scheme.granularity
         if scheme.dtype not in {"int4", "int8", "fp8_e4m3", "mxfp4", "nvfp4"} or scheme.act_order or scheme.zero is ZeroKind.MINIMUM:
             return "it holds int4, int8, fp8_e4m3, mxfp4 and nvfp4 without activation order and float minima"
@@ -63,8 +63,8 @@ class HummingLayout(Layout):
         self._check(weight.scheme, weight.shape)
         return humming_tensors(weight, self.dtype)
 
-    def unpack(self, tensors: Mapping[str, Tensor], scheme: WeightScheme, shape: tuple[int, int]) -> QuantizedTensor:
-        shape = self._check(scheme, shape)
+    def unpack(self, tensors: Mapping[str, Tensor], scheme: WeightScheme, shape: tuple[int, ...]) -> QuantizedTensor:
+        self._check(scheme, shape)
         if missing := sorted({"weight", "weight_scale"} - tensors.keys()):
             raise FormatError(f"layout {self.name}", f"no {', '.join(missing)}", "give what pack returns")
         scales, whole, zeros = tensors["weight_scale"], None, None
