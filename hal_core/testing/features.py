@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
-from hal_core.kernel import Kernel, LinearEpilogue, MoEEpilogue
+from hal_core.kernel import Kernel, KVEpilogue, LinearEpilogue, MoEEpilogue
 from hal_core.schemes import DTYPES, FLOAT_DTYPES, GranularityKind, ZeroKind
 from hal_core.spec import ACTIVATIONS, FLOATS, ROUTING_FORMS
 from hal_core.testing.data import GENERATED, GRANULARITIES
+from hal_core.testing.kv_space import served_by
 
 __all__ = ["Feature", "features_of"]
 
@@ -26,6 +27,8 @@ class Feature:
 
 def features_of(kernel: Kernel[Any]) -> tuple[Feature, ...]:
     """All features of the kernel's kind of op, in the order of the reports."""
+    if kernel.op == "kv":
+        return (*_cache_features(), *map(_taken, FLOATS), *_PROMISES)
     return (*_schemes(), *_dtypes(kernel), *_EPILOGUES.get(kernel.op, ()), *_NUMERICS)
 
 
@@ -118,9 +121,47 @@ _EPILOGUES: dict[str, tuple[Feature, ...]] = {
         *map(_routing, ROUTING_FORMS),
     ),
 }
-_NUMERICS = (
-    Feature("exact activations", lambda k: k.numerics.exact, lambda s: True),
-    Feature("weights as stored", lambda k: k.numerics.weights == "as_stored", lambda s: True),
+_PROMISES = (
     Feature("deterministic", lambda k: k.numerics.deterministic, lambda s: True),
     Feature("batch-invariant", lambda k: k.numerics.batch_invariant, lambda s: True),
 )
+_NUMERICS = (
+    Feature("exact activations", lambda k: k.numerics.exact, lambda s: True),
+    Feature("weights as stored", lambda k: k.numerics.weights == "as_stored", lambda s: True),
+    *_PROMISES,
+)
+
+
+def _side(text: str, side: str) -> Feature:
+    return Feature(f"{side} {text}", lambda k: served_by(k, text, side), lambda s: str(getattr(s, side)) == text)
+
+
+def _cache_features() -> tuple[Feature, ...]:
+    """Schemes of each side that a quick run tries, sizes, and the parts of the attention."""
+    dims = (64, 80, 96, 128, 192, 256)
+    uses: dict[str, Callable[[Any], bool]] = {
+        "gqa": lambda s: s.num_heads != s.num_kv_heads, "value_dim": lambda s: s.v_dim != s.head_dim,
+        "window": lambda s: s.window is not None, "sink_tokens": lambda s: s.sink_tokens > 0,
+        "sinks": lambda s: bool(s.sinks), "soft_cap": lambda s: s.soft_cap is not None,
+    }  # fmt: skip
+    return (
+        *(_side(text, "keys") for text in (*_CACHED, "int8", "int4")),
+        *(_side(text, "values") for text in _CACHED),
+        Feature("keys and values apart", lambda k: k.schemes.mixed, lambda s: s.values != s.keys.for_values()),
+        *(_head(dim) for dim in dims),
+        *(Feature(f.name, lambda k, n=f.name: getattr(k.epilogue, n), uses[f.name]) for f in fields(KVEpilogue)),  # type: ignore[misc]
+    )
+
+
+def _head(dim: int) -> Feature:
+    # A kernel without limits serves every size; the kit tries some of them.
+    tried = dim in (64, 80, 96, 128)
+    return Feature(f"head_dim {dim}", lambda k: not k.head_dims or dim in k.head_dims, lambda s: dim in {s.head_dim, s.v_dim}, tried)
+
+
+#: Cache schemes that the matrix has a row for.
+_CACHED = (
+    "bf16", "fp16", "fp32", "fp8", "fp8:head", "int8:token", "int4:token",
+    *(f"turboquant:{bits}{variant}" for bits in ("1", "2", "2.5", "3", "4") for variant in ("", ":raw")),
+    *(f"turboquant:{bits}:unbiased" for bits in (1, 2, 3, 4)),
+)  # fmt: skip

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TITLES", "Table", "tables_of"]
 
-TITLES = {"linear": "Linear", "moe": "Experts", "embedding": "Embedding"}
+TITLES = {"linear": "Linear", "moe": "Experts", "embedding": "Embedding", "kv": "Caches"}
 #: Cells. *yes* was measured; *declared* was not tried, here or by the kit at all.
 YES, NO, DECLARED, FAILS = "yes", "no", "declared", "FAILS"
 _WITH_NUMBERS = ("accuracy", "effects")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
+from itertools import chain
 from typing import Any
 
 from hal_core.errors import ValueDecodeError
-from hal_core.kernel import EmbeddingKernel, Kernel, LinearEpilogue, LinearKernel, MoEEpilogue, MoEKernel
+from hal_core.kernel import EmbeddingKernel, Kernel, KVKernel, LinearEpilogue, LinearKernel, MoEEpilogue, MoEKernel
 from hal_core.schemes import DTYPES, FLOAT_DTYPES, Granularity, GranularityKind, WeightScheme, ZeroKind
 from hal_core.spec import ACTIVATIONS, FLOATS, ROUTING_FORMS, Activation, MoESpec
+from hal_core.testing.kv_space import kv_outside
 
 __all__ = ["outside_specs"]
 
@@ -18,7 +20,11 @@ _Outside = tuple[str, str, Any]
 
 def outside_specs(kernel: Kernel[Any], base: Any) -> Iterator[_Outside]:
     """(label, code or code@machine, spec) for each step out of what the kernel declares; ``base`` is a spec that it accepts."""
-    for label, code, make in (*_schemes(kernel, base), *_numerics(kernel, base), *_dtypes(kernel, base), *_epilogue(kernel, base)):
+    if isinstance(kernel, KVKernel):
+        own: Iterator[_Made] = kv_outside(kernel, base)
+    else:
+        own = chain(_schemes(kernel, base), _dtypes(kernel, base), _epilogue(kernel, base))
+    for label, code, make in (*own, *_numerics(kernel, base)):
         try:
             yield label, code, make()
         except ValueDecodeError:

@@ -6,10 +6,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hal_core.errors import ValueDecodeError
-from hal_core.kernel import EmbeddingKernel, LinearKernel, MoEKernel
+from hal_core.kernel import EmbeddingKernel, KVKernel, LinearKernel, MoEKernel
 from hal_core.spec import Activation, EmbeddingSpec, LinearSpec, MoESpec
 from hal_core.testing.bench import device_refusals
 from hal_core.testing.case import CHECKS, Case
+from hal_core.testing.checks.caches import CACHE_FUNCTIONS
 from hal_core.testing.checks.experts import ROUTINGS, STRAY_IDS
 from hal_core.testing.outside import outside_specs
 from hal_core.testing.space import fitted, specs_of
@@ -63,6 +64,8 @@ class Plan:
         if not self._tried:
             return {}
         n = self.kernel.numerics
+        if isinstance(self.kernel, KVKernel):
+            return self._cache_cases(self.kernel)
         return {
             "declaration": iter([self._case("declaration", "all", self._tried[0][0])]),
             "refusals": self._refusals(),
@@ -81,6 +84,38 @@ class Plan:
             "opcheck": self._sampled("opcheck", 1),
             "errors": self._sampled("errors", 2),
         }
+
+    def _cache_cases(self, kernel: KVKernel) -> dict[str, Iterator[Case]]:
+        """Of a cache: the same names, other functions."""
+        n, counts = kernel.numerics, {"determinism": 3, "batch_invariance": 3, "threads": 2, "module": 3, "opcheck": 1}
+        made = {name: self._sampled(name, counts.get(name, _SAMPLES)) for name in CACHE_FUNCTIONS}
+        made |= {
+            "declaration": iter([self._case("declaration", "all", self._tried[0][0])]), "refusals": self._refusals(),
+            "accuracy": self._accuracy(), "effects": self._cache_effects(), "rows": self._cache_rows(),
+            "update": (case for case in self._accuracy_of("update") if case.spec.keys.scaled or case.spec.values.scaled),
+        }  # fmt: skip
+        unpromised = [name for name, on in (("determinism", n.deterministic), ("batch_invariance", n.batch_invariant)) if not on]
+        return {name: cases for name, cases in made.items() if name not in unpromised}
+
+    def _accuracy_of(self, check: str) -> Iterator[Case]:
+        return (self._case(check, label, spec) for spec, _, label in self._taken)
+
+    def _cache_rows(self) -> Iterator[Case]:
+        for word in ("nan", "inf", "huge"):
+            for spec, _, label in self._taken[:: max(1, len(self._taken) // 4)][:4]:
+                yield self._case("rows", f"{word},{label}", spec, word)
+
+    def _cache_effects(self) -> Iterator[Case]:
+        """Each part of the attention on its own, for each dtype."""
+        asks = {
+            "window": lambda s: s.window is not None and not s.sink_tokens, "sink_tokens": lambda s: s.sink_tokens > 0 and not s.sinks,
+            "sinks": lambda s: s.sinks and s.window is None, "soft_cap": lambda s: s.soft_cap is not None and s.window is None,
+        }  # fmt: skip
+        for word, wanted in asks.items():
+            for dtype in self.kernel.dtypes:
+                found = self._first(lambda s, w=wanted, d=dtype: w(s) and s.dtype == d and s.page_size > 16)
+                if found is not None:
+                    yield self._case("effects", f"{word},{dtype}", found, word)
 
     def _refusals(self) -> Iterator[Case]:
         base = self.accepted[0] if self.accepted else None

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hal_core.kernel import KVKernel
 from hal_core.testing.bench import Bench
 from hal_core.testing.case import Case, CheckFailedError, Result, Status, Verdict
 from hal_core.testing.checks import FUNCTIONS
+from hal_core.testing.checks.caches import CACHE_FUNCTIONS
 from hal_core.testing.checks.declared import reasons
 from hal_core.testing.expectations import NOTHING_EXPECTED, Expectations
 
@@ -55,7 +57,8 @@ def _verdict(plan: Plan, case: Case, seed: int) -> Verdict:
             if stopped is not None:
                 return stopped
         with torch.no_grad():
-            return FUNCTIONS[case.check](bench)
+            own = CACHE_FUNCTIONS if isinstance(plan.kernel, KVKernel) else FUNCTIONS
+            return own.get(case.check, FUNCTIONS[case.check])(bench)
     except CheckFailedError as error:
         return Verdict(status=Status.FAILED, reason=str(error))
     except Exception as error:  # noqa: BLE001 - a kernel may raise anything, and that is what is looked for

@@ -10,13 +10,14 @@ from itertools import combinations, product
 from typing import Any
 
 from hal_core.errors import ValueDecodeError
-from hal_core.kernel import EmbeddingKernel, Kernel, LinearKernel, MoEKernel
+from hal_core.kernel import EmbeddingKernel, Kernel, KVKernel, LinearKernel, MoEKernel
 from hal_core.numerics import Numerics
 from hal_core.schemes import FLOAT_DTYPES, Granularity, GranularityKind, WeightScheme, ZeroKind
-from hal_core.spec import Activation, EmbeddingSpec, LinearSpec, MoESpec
+from hal_core.spec import Activation, EmbeddingSpec, KVCacheSpec, LinearSpec, MoESpec
 from hal_core.testing.data import GENERATED, GRANULARITIES
+from hal_core.testing.kv_space import kv_label, kv_specs
 
-__all__ = ["as_declared", "declared_schemes", "fitted", "pairwise", "specs_of"]
+__all__ = ["as_declared", "combined_rows", "declared_schemes", "fitted", "pairwise", "specs_of"]
 
 #: (N, K): one, odd, below, at and above tiles of 16, 32 and 128, tails of K, groups that end early.
 _LINEAR = ((1, 64), (15, 32), (16, 8), (17, 96), (31, 131), (33, 1), (128, 256), (129, 160))
@@ -72,7 +73,7 @@ def _pair(a: int, i: int, b: int, j: int) -> tuple[int, int, int, int]:
     return (a, i, b, j) if a < b else (b, j, a, i)
 
 
-def _combined(axes: Sequence[Sequence[Any]], full: bool, apart: tuple[tuple[int, int], ...] = ()) -> Iterator[tuple[Any, ...]]:
+def combined_rows(axes: Sequence[Sequence[Any]], full: bool, apart: tuple[tuple[int, int], ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Pairwise rows; ``full`` leaves no pair out and adds ten times as many random rows, always the same."""
     sizes = tuple(len(axis) for axis in axes)
     rows = list(pairwise(sizes, () if full else apart))
@@ -148,7 +149,7 @@ def specs_of(kernel: Kernel[Any], full: bool = False) -> Iterator[tuple[Any, str
 def _linear(kernel: LinearKernel, full: bool) -> Iterator[tuple[Any, str]]:
     biases = (False, True) if kernel.epilogue.bias else (False,)
     axes = (declared_schemes(kernel), _LINEAR, _floats_in_out(kernel), biases, _SCALES)
-    for scheme, (n, k), (dtype, out), bias, scales in _combined(axes, full):
+    for scheme, (n, k), (dtype, out), bias, scales in combined_rows(axes, full):
         yield lambda: LinearSpec(n, k, scheme, None, as_declared(kernel.numerics), dtype, out, bias), scales  # noqa: B023 - called at once
 
 
@@ -160,7 +161,7 @@ def _floats_in_out(kernel: Kernel[Any]) -> tuple[tuple[str, str | None], ...]:
 
 def _embedding(kernel: EmbeddingKernel, full: bool) -> Iterator[tuple[Any, str]]:
     axes = (declared_schemes(kernel), _LINEAR, kernel.dtypes, (True, False) if kernel.tied_head else (False,), _SCALES)
-    for scheme, (rows, dim), dtype, head, scales in _combined(axes, full):
+    for scheme, (rows, dim), dtype, head, scales in combined_rows(axes, full):
         yield lambda: EmbeddingSpec(rows, dim, scheme, as_declared(kernel.numerics), dtype, head), scales  # noqa: B023 - called at once
 
 
@@ -171,7 +172,7 @@ def _experts(kernel: MoEKernel, full: bool) -> Iterator[tuple[Any, str]]:
     numerics = as_declared(kernel.numerics)
     # one scheme after another with the one activation after another; with many schemes, with one feature after another too
     apart = ((0, 1),) if len(axes[0]) < _MANY else tuple((0, axis) for axis in (1, 3, 4, 5, 6))
-    for (gate, up, down), (activation, gated), (h, i), (dtype, out), feature, (e, top), scales in _combined(axes, full, apart):
+    for (gate, up, down), (activation, gated), (h, i), (dtype, out), feature, (e, top), scales in combined_rows(axes, full, apart):
         yield lambda: MoESpec(
             e, top, h, i, up, down, gate if gated else None, activation, None, numerics, dtype, out, **_feature_fields(feature, e)  # noqa: B023
         ), scales
@@ -228,6 +229,8 @@ def _feature_fields(feature: str, experts: int) -> dict[str, Any]:
 
 def _label(spec: Any) -> str:
     """A short text without blanks that tells specs of one kernel apart."""
+    if isinstance(spec, KVCacheSpec):
+        return kv_label(spec)
     out = f">{spec.out_dtype}" if getattr(spec, "out_dtype", None) else ""
     bias = ",bias" * getattr(spec, "bias", False)
     if isinstance(spec, LinearSpec):
@@ -242,4 +245,9 @@ def _label(spec: Any) -> str:
     return ",".join([schemes, act, f"h{spec.hidden}i{spec.intermediate}e{spec.num_experts}k{spec.top_k}", spec.dtype + out + bias, *more])
 
 
-_MAKERS: tuple[tuple[type, Any], ...] = ((LinearKernel, _linear), (EmbeddingKernel, _embedding), (MoEKernel, _experts))
+def _caches(kernel: KVKernel, full: bool) -> Iterator[tuple[Any, str]]:
+    for make in kv_specs(kernel, full):
+        yield make, "fp16"
+
+
+_MAKERS: tuple[tuple[type, Any], ...] = ((LinearKernel, _linear), (EmbeddingKernel, _embedding), (MoEKernel, _experts), (KVKernel, _caches))

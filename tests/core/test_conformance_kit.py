@@ -20,6 +20,7 @@ from hal_core.schemes import WeightScheme
 from hal_core.testing import CHECKS, Expectations, Kit, Status, kit_of, plan_of, run_case
 from hal_core.testing.case import CheckFailedError, Verdict
 from hal_core.testing.checks import FUNCTIONS
+from hal_core.testing.checks.caches import CACHE_FUNCTIONS
 from hal_core.testing.checks.memory import Guarded
 from hal_core.testing.data import random_weight
 from hal_core.testing.features import features_of
@@ -276,6 +277,8 @@ def test_command_exits_with_one_when_something_fails(monkeypatch) -> None:
 
     for check in FUNCTIONS:
         monkeypatch.setitem(FUNCTIONS, check, (lambda bench: Verdict()) if check != "threads" else fails)
+    for check in CACHE_FUNCTIONS:
+        monkeypatch.setitem(CACHE_FUNCTIONS, check, lambda bench: Verdict())
     done = verify("reference", "--seed", "5")
     assert done.exit_code == 1
     assert "planted" in done.output
@@ -292,7 +295,7 @@ def test_an_installed_backend_that_does_not_load_is_not_passed_over(tmp_path, ma
     install(tmp_path, "old", data="{}")
     monkeypatch.syspath_prepend(str(tmp_path))
     kit = kit_of(registry=Registry(entry_points(tmp_path), machine), machine=machine)
-    assert {plan.name for plan in kit.plans} == {"reference.linear", "reference.moe", "reference.embedding"}
+    assert {plan.name for plan in kit.plans} == {"reference.linear", "reference.moe", "reference.embedding", "reference.kv"}
     (broken,), (left_out,) = kit.broken, kit.left_out
     assert "undefined symbol" in broken
     assert left_out.startswith("old")
@@ -302,6 +305,8 @@ def test_an_installed_backend_that_does_not_load_is_not_passed_over(tmp_path, ma
 def test_command_writes_markdown_and_exits_with_zero(monkeypatch, tmp_path: Path) -> None:
     for check in FUNCTIONS:
         monkeypatch.setitem(FUNCTIONS, check, lambda bench: Verdict())
+    for check in CACHE_FUNCTIONS:
+        monkeypatch.setitem(CACHE_FUNCTIONS, check, lambda bench: Verdict())
     done = verify("reference", "--markdown", str(tmp_path / "m.md"))
     assert done.exit_code == 0, done.output
     assert (tmp_path / "m.md").read_text().startswith("# Support matrix")

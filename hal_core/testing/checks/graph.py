@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hal_core.testing.bench import Bench
     from hal_core.testing.subject import Inputs, Subject
 
-__all__ = ["compiled", "opcheck"]
+__all__ = ["Recorder", "check_recorded", "compiled", "opcheck"]
 
 #: Ops that torch itself answers for.
 _TORCH = ("aten", "prim", "prims", "profiler", "quantized", "_c10d_functional", "c10d", "inductor", "higher_order")
@@ -64,7 +64,7 @@ def compiled(bench: Bench) -> Verdict:
     return Verdict()
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keeps the first call of each op that is not torch's own."""
 
     def __init__(self) -> None:
@@ -82,10 +82,15 @@ def opcheck(bench: Bench) -> Verdict:
     """Torch's own check of schema and fake kernel, on the ops that a call reaches, with the arguments of that call."""
     subject = bench.subject()
     op, inputs = subject.prepare(), subject.inputs(subject.rows)
-    with torch.no_grad(), _Recorder() as recorder:
+    with torch.no_grad(), Recorder() as recorder:
         subject.call(op, inputs)
         if subject.takes_out and subject.spec_routed:
             subject.call(op, inputs, subject.poisoned(len(inputs)))
+    return check_recorded(recorder)
+
+
+def check_recorded(recorder: Recorder) -> Verdict:
+    """Torch's check of every call that was recorded."""
     if not recorder.calls:
         return Verdict(status=Status.SKIPPED, reason="the call reaches no torch op of the backend's own")
     for name, (func, args, kwargs) in recorder.calls.items():
