@@ -86,6 +86,10 @@ struct Walk {
   }
 };
 
+HAL_INLINE void fetch_scales(const uint16_t* scales, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) prefetch((const int32_t*)((const uint8_t*)scales + i));
+}
+
 static void find_next(const KvSequence& s, const KvSide& k, const KvSide& v, Block& b) {
   const int64_t from = b.at + kKvBlock, left = s.fetch_end - from;
   const int64_t more = left <= 0 ? 0 : (left + kKvTile - 1) / kKvTile;
@@ -95,8 +99,8 @@ static void find_next(const KvSequence& s, const KvSide& k, const KvSide& v, Blo
     for (int64_t t = 0; t < tiles; ++t, next.step(t < tiles)) {
       b.next_k[t] = next.codes(k);
       b.next_v[t] = next.codes(v);
-      prefetch((const int32_t*)next.scales(k));
-      prefetch((const int32_t*)next.scales(v));
+      if (!per_channel(k) || next.tile % 2 == 0) fetch_scales(next.scales(k), k.scales_bytes);
+      fetch_scales(next.scales(v), v.scales_bytes);
     }
   }
   for (int64_t t = tiles; t < b.tiles; ++t) {
