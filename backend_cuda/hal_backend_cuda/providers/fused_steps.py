@@ -90,7 +90,7 @@ class TritonSteps:
 
         rows, width = y.shape[0], y.shape[1] // (2 if gated else 1)
         out = torch.empty(rows, width, dtype=y.dtype, device=y.device)
-        tall, wide = (1, 256) if rows <= 64 else (8, 256)
+        tall, wide = (1, 256) if rows <= 64 else (4, 256)
         alpha = SWIGLU_OAI_ALPHA if activation.alpha is None else activation.alpha
         limit = 0.0 if activation.limit is None else activation.limit
         step_kernels.activate_rows[(-(-rows // tall), -(-width // wide))](

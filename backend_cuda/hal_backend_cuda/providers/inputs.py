@@ -30,7 +30,10 @@ def check_rows(asked: str, x: Any, k: int, dtype: torch.dtype, device: torch.dev
     if x.dim() < 1 or x.shape[-1] != k or x.dtype != dtype or x.device != device:
         found = f"x is {x.dtype} {list(x.shape)} on {x.device}"
         raise ShapeError(f"{asked} input", found, f"give {dtype} [.., {k}] on {device}")
-    refuse_gradients(asked, x)
+    if x.requires_grad:
+        refuse_gradients(asked, x)
+    if x.dim() == 2 and x.is_contiguous():
+        return x
     return x.reshape(-1, k).contiguous()
 
 

@@ -47,18 +47,20 @@ class HummingLinear(QuantLinear):
         self.spec, self.recipe, self.kinds, self.dtype = spec, recipe, kinds_of(weights), torch_dtype(spec.dtype)
         problem = Problem(recipe, spec.weights, spec.n, spec.k, spec.dtype, spec.bias)
         self.matrix = HummingMatrix(problem, self._tensors(weights))
+        self.device = self.matrix.locks.device
         compile_dense(self.matrix)
 
     def _tensors(self, weights: LinearWeights) -> dict[str, Tensor]:
         return _with_bias(humming_tensors(weights.weight, self.spec.dtype), weights.bias, self.spec.dtype)
 
     def compute(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        rows = check_rows("humming linear", x, self.spec.k, self.dtype, self.matrix.locks.device)
-        shape = (*x.shape[:-1], self.spec.n)
-        y = check_out("humming linear", out, shape, self.dtype, x.device)
+        n, device = self.spec.n, self.device
+        rows = check_rows("humming linear", x, self.spec.k, self.dtype, device)
+        y = check_out("humming linear", out, (*x.shape[:-1], n), self.dtype, device)
         if rows.shape[0]:
             codes, scales = quantize_rows(self.recipe, rows)
-            self.matrix.launch(codes, scales, y.view(-1, self.spec.n))
+            # not by attribute: torch finds a module only after a failed look-up
+            self._modules["matrix"].launch(codes, scales, y if y.dim() == 2 else y.view(-1, n))
         return y
 
     def update(self, weights: LinearWeights) -> None:
@@ -80,7 +82,8 @@ class HummingExperts(MoEExperts):
         self.first = HummingMatrix(first, self._first(weights))
         self.second = HummingMatrix(second, self._second(weights))
         self.blocks = compile_experts(self.first, self.second)
-        self.steps = fastest_steps(self.first.locks.device) if steps is None else steps
+        self.device = self.first.locks.device
+        self.steps = fastest_steps(self.device) if steps is None else steps
 
     def _first(self, weights: MoEWeights) -> dict[str, Tensor]:
         matrices, biases = [weights.up], [weights.up_bias]
@@ -98,7 +101,7 @@ class HummingExperts(MoEExperts):
     ) -> Tensor:
         spec, steps = self.spec, self.steps
         routing = check_routing("humming experts", spec, x, routing, expert_map)
-        rows = check_rows("humming experts", x, spec.hidden, self.dtype, self.first.locks.device)
+        rows = check_rows("humming experts", x, spec.hidden, self.dtype, self.device)
         tokens, k = routing.topk_ids.shape
         shape = (tokens, spec.hidden) if reduce else (tokens, k, spec.hidden)
         y = check_out("humming experts", out, shape, self.dtype, x.device)
@@ -109,10 +112,10 @@ class HummingExperts(MoEExperts):
         order = steps.sort(route, self.blocks.block(count), self.blocks.capacity(count, spec.local))
         codes, scales = quantize_rows(self.recipe, rows)
         wide = torch.empty(count, self.wide, dtype=self.dtype, device=rows.device)
-        self.first.launch(codes, scales, wide, order, top_k=k)
+        self._modules["first"].launch(codes, scales, wide, order, top_k=k)
         codes, scales = quantize_rows(self.recipe, steps.activate(wide, spec.activation, spec.gate is not None))
         slots = torch.empty(count, spec.hidden, dtype=self.dtype, device=rows.device)
-        self.second.launch(codes, scales, slots, order)
+        self._modules["second"].launch(codes, scales, slots, order)
         steps.reduce(slots, route, spec.routed_scaling, y)
         return y
 

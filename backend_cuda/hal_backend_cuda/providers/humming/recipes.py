@@ -52,10 +52,11 @@ class Recipe:
     def error_bound(self, op: str) -> float:
         """Largest relative L2 error against the float32 reference that quantizes activations alike.
 
-        Between the two products of experts activations are bf16, so a quantizer there sees other numbers than the reference's.
+        Between the two products of experts activations are bf16: that rounds, and a quantizer there sees other numbers than the
+        reference's. Of few rows some cancel, and are off by more than the many.
         """
         if self.quant is None:
-            return 1e-2 if op == "moe" else 6e-3
+            return 1.5e-2 if op == "moe" else 6e-3
         coarse = self.quant.dtype == "fp8_e4m3"
         return (4e-2 if coarse else 2e-2) if op == "moe" else 1.2e-2
 
