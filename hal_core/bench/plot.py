@@ -11,7 +11,7 @@ from hal_core.errors import MissingDependencyError, OutputError
 if TYPE_CHECKING:
     from hal_core.bench.report import Report, Row
 
-__all__ = ["check_plot", "write_plot"]
+__all__ = ["check_plot", "figure_of", "write_plot"]
 
 _SUFFIXES = (".png", ".svg", ".pdf")
 _MARKERS = "osD^vP*Xh<>p"
@@ -31,6 +31,11 @@ def check_plot(target: Path) -> None:
 
 
 def write_plot(report: Report, target: Path) -> None:
+    """Draw the report and write the picture."""
+    figure_of(report).savefig(target, dpi=150)
+
+
+def figure_of(report: Report) -> Any:
     """Operations for each byte of weights against operations per second, both logarithmic; a colour for each contestant."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -38,35 +43,38 @@ def write_plot(report: Report, target: Path) -> None:
     figure = Figure(figsize=(10, 6.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
+    axes.set_xscale("log")
+    axes.set_yscale("log")
     points = [(_intensity(row), row.operations / row.seconds.median) for row in report.rows]
     if points:
         low, high = min(x for x, _ in points) / 2, max(x for x, _ in points) * 2
-        _roof(axes, report, low, high)
+        top = _roof(axes, report, low, high)
         axes.set_xlim(low, high)
+        axes.set_ylim(min(y for _, y in points) / 2, 2 * max([top, *(y for _, y in points)]))
     for index, name in enumerate(dict.fromkeys(row.name for row in report.rows)):
         rows = [row for row in report.rows if row.name == name]
         x, y = [_intensity(row) for row in rows], [row.operations / row.seconds.median for row in rows]
         filled = rows[0].role == "kernel"
         style = {"marker": _MARKERS[index % len(_MARKERS)], "linestyle": "-" if filled else ":", "markersize": 7}
-        (line,) = axes.plot(x, y, label=name, fillstyle="full" if filled else "none", **style)
-        for row, at, height in zip(rows, x, y, strict=True):
-            axes.annotate(f"{row.m}", (at, height), textcoords="offset points", xytext=(5, -10), fontsize=7, color=line.get_color())
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlabel("operations for each byte of packed weights (numbers at the points: rows of the batch)")
+        axes.plot(x, y, label=name, fillstyle="full" if filled else "none", **style)
+    for m in dict.fromkeys(row.m for row in report.rows):
+        top = max((row for row in report.rows if row.m == m), key=lambda row: row.operations / row.seconds.median)
+        at = (_intensity(top), top.operations / top.seconds.median)
+        axes.annotate(f"M = {m}", at, textcoords="offset points", xytext=(0, 7), ha="center", fontsize=8)
+    axes.set_xlabel("operations for each byte of packed weights")
     axes.set_ylabel("operations per second")
     axes.set_title(f"{report.spec}\n{report.device}, {report.threads} threads, {report.date}", fontsize=9)
     axes.grid(visible=True, which="both", alpha=0.25)
     axes.legend(fontsize=7, loc="best")
-    figure.savefig(target, dpi=150)
+    return figure
 
 
 def _intensity(row: Row) -> float:
     return row.operations / row.bytes_read
 
 
-def _roof(axes: Any, report: Report, low: float, high: float) -> None:
-    """The limits' medians over all batch sizes: a slope for reading, a level for each kind of arithmetic."""
+def _roof(axes: Any, report: Report, low: float, high: float) -> float:
+    """The limits' means over all batch sizes: a slope for reading, a level for each kind of arithmetic. Returns the highest level."""
     best: dict[str, list[float]] = {}
     names: dict[str, str] = {}
     for m in dict.fromkeys(c.m for c in report.ceilings):
@@ -83,5 +91,6 @@ def _roof(axes: Any, report: Report, low: float, high: float) -> None:
     if read is not None:
         slope = sum(read) / len(read)
         axes.plot([low, high], [low * slope, high * slope], color="0.35", linewidth=1)
-        axes.annotate(f"{names['read']}, {slope / 1e9:.1f} GB/s", (low, low * slope), va="bottom", fontsize=7, color="0.35", rotation=30)
-        axes.set_ylim(top=2 * max([*levels.values(), *(row.operations / row.seconds.median for row in report.rows)]))
+        text = f"{names['read']}, {slope / 1e9:.1f} GB/s"
+        axes.annotate(text, (low, low * slope), textcoords="offset points", xytext=(6, 2), va="top", fontsize=7, color="0.35")
+    return max(levels.values(), default=0.0)

@@ -22,6 +22,8 @@ T = TypeVar("T")
 
 #: Seconds of one turn, and most calls in it.
 _TURN, _MOST_CALLS = 0.025, 16
+#: Most calls before those that count.
+_WARM = 8
 #: Calls of a contestant at one batch size before its time is up.
 _LEAST_SAMPLES = 3
 
@@ -74,28 +76,29 @@ class _Run:
         batch = self.problem.batch(rows)
         present = [entrant for entrant in list(self.entrants) if self._try(entrant, rows, partial(entrant.contestant.load, batch))]
         samples: dict[_Entrant, list[Sample]] = {entrant: [] for entrant in present}
-        calls: dict[_Entrant, int] = {}
-        for entrant in list(present):  # the first calls find cold code and are not counted
-            first = self._try(entrant, rows, partial(entrant.contestant.run, 0, 2))
+        least: dict[_Entrant, float] = {}
+        warm = min(_WARM, max(2, self.plan.copies))
+        for entrant in list(present):  # the first calls find cold code and weights that were never read, and are not counted
+            first = self._try(entrant, rows, partial(entrant.contestant.run, 0, warm))
             if not first:
                 present.remove(entrant)
                 continue
-            calls[entrant] = max(1, min(_MOST_CALLS, int(_TURN / max(first[0][-1].seconds, 1e-9))))
-        for index in range(self.plan.rounds):
+            least[entrant] = min(sample.seconds for sample in first[0])
+        for _ in range(self.plan.rounds):
             self.progress(f"M = {rows}")
             self._order.shuffle(present)
             for entrant in list(present):
-                self._turn(entrant, batch, index, calls[entrant], samples, present)
+                self._turn(entrant, batch, least[entrant], samples, present)
         self._conclude(batch, present, samples)
 
-    def _turn(
-        self, entrant: _Entrant, batch: Batch, index: int, calls: int, samples: dict[_Entrant, list[Sample]], present: list[_Entrant]
-    ) -> None:
+    def _turn(self, entrant: _Entrant, batch: Batch, least: float, samples: dict[_Entrant, list[Sample]], present: list[_Entrant]) -> None:
         mine = samples[entrant]
         if len(mine) >= _LEAST_SAMPLES and sum(sample.seconds for sample in mine) > self.plan.seconds:
             return
         self.timer.settle()
-        found = self._try(entrant, batch.rows, partial(entrant.contestant.run, 2 + index * calls, calls))
+        quickest = min([least, *(sample.seconds for sample in mine)])
+        calls = max(1, min(_MOST_CALLS, int(_TURN / max(quickest, 1e-9))))
+        found = self._try(entrant, batch.rows, partial(entrant.contestant.run, _WARM + len(mine), calls))
         if not found:
             present.remove(entrant)
         else:

@@ -51,3 +51,23 @@ def test_a_report_without_rows_or_limits_is_drawn_too(tmp_path):
     report = bench(Options("64,96", spec, Plan((1,), rounds=1), "require:reference", ceilings=False))
     write_plot(report, tmp_path / "bare.png")
     assert (tmp_path / "bare.png").stat().st_size > 1000
+
+
+@needs_matplotlib
+def test_every_point_and_limit_is_inside_the_picture():
+    from hal_core.bench.lineup import Options, bench
+    from hal_core.bench.plot import figure_of
+    from hal_core.bench.run import Plan
+    from hal_core.bench.shapes import matrix_shape
+    from hal_core.numerics import Numerics
+    from hal_core.schemes import WeightScheme
+
+    spec = matrix_shape("64,96").spec(WeightScheme.parse("int4:g32"), Numerics(), "bf16")
+    report = bench(Options("64,96", spec, Plan((1, 8, 64), rounds=1), "require:reference", rotate=0))
+    (axes,) = figure_of(report).axes
+    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+    (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
+    points = [(row.operations / row.bytes_read, row.operations / row.seconds.median) for row in report.rows]
+    assert len(points) == 3
+    assert all(left < x < right and 0 < bottom < y < top for x, y in points)
+    assert max(c.per_second.median for c in report.ceilings if c.kind != "read") < 1.5 * top
