@@ -20,13 +20,17 @@ unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
 # Folders are listed too: removing a file changes the time of its folder only.
 CORE_SOURCES := pyproject.toml README.md LICENSE $(shell find hal_core -name __pycache__ -prune -o \( -type d -o -name '*.py' -o -name '*.json' -o -name py.typed \) -print)
+CUDA_SOURCES := $(shell find backend_cuda \( -name __pycache__ -o -name build \) -prune -o -type f -print)
 CPU_SOURCES := $(shell find backend_cpu \( -name __pycache__ -o -name build -o -name '*.egg-info' \) -prune -o -type f -print)
 TESTS := tests/core tests/cpu tests/golden tests/packaging
 PYTEST := $(BIN)/pytest
+# Of its own: triton is large, and nothing else needs it.
+CUDA_VENV := build/venv-cuda
+INTERPRETED := tests/cuda/test_triton_interpreter.py tests/cuda/test_conformance_interpreted.py
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow lint native bench build install lock licences clean
+.PHONY: help demo test test-slow test-cuda lint native bench build install lock licences clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -39,6 +43,10 @@ test: $(STAMPS)/dev  ## run the tests of core, CPU backend, formats and packagin
 
 test-slow: $(STAMPS)/dev $(STAMPS)/demo  ## the tests that take minutes
 	$(PYTEST) -m slow $(wildcard $(TESTS)) $(PYTEST_ARGS)
+
+test-cuda: $(CUDA_VENV)/installed  ## the CUDA backend without a GPU: kernels compiled for each architecture, numbers in the interpreter
+	TRITON_DEFAULT_FP_FUSION=1 $(CUDA_VENV)/bin/pytest -m "not slow" tests/cuda $(PYTEST_ARGS)
+	TRITON_DEFAULT_FP_FUSION=1 TRITON_INTERPRET=1 $(CUDA_VENV)/bin/pytest -m "not slow" $(INTERPRETED) $(PYTEST_ARGS)
 
 lint: $(STAMPS)/dev  ## ruff over the whole repository, mypy --strict over hal_core
 	$(BIN)/ruff check .
@@ -82,6 +90,22 @@ $(STAMPS)/core-wheel: $(STAMPS)/venv $(CORE_SOURCES)
 $(STAMPS)/cpu-wheel: $(STAMPS)/venv $(CPU_SOURCES)
 	rm -f dist/hal_backend_cpu-*.whl
 	$(PIP) wheel -q --no-build-isolation --no-deps -C build-dir="$(CURDIR)/build/cpu" -w dist ./backend_cpu
+	@touch $@
+
+$(STAMPS)/cuda-wheel: $(STAMPS)/venv $(CUDA_SOURCES)
+	rm -f dist/hal_backend_cuda-*.whl
+	$(PIP) wheel -q --no-build-isolation --no-deps -w dist ./backend_cuda
+	@touch $@
+
+$(CUDA_VENV)/deps: constraints.txt backend_cuda/constraints.txt | $(STAMPS)/core-wheel $(STAMPS)/cuda-wheel
+	test -x $(CUDA_VENV)/bin/python || $(PYTHON) -m venv $(CUDA_VENV)
+	$(CUDA_VENV)/bin/python -m pip --no-input install -q $(CONSTRAINTS) torch==$$(sed -n 's/^torch==//p' constraints.txt)
+	$(CUDA_VENV)/bin/python -m pip --no-input install -q $(CONSTRAINTS) -c backend_cuda/constraints.txt \
+		"$$(echo dist/hal_core-*.whl)[testing]" dist/hal_backend_cuda-*.whl hypothesis pytest-timeout
+	@touch $@
+
+$(CUDA_VENV)/installed: $(STAMPS)/core-wheel $(STAMPS)/cuda-wheel $(CUDA_VENV)/deps
+	$(CUDA_VENV)/bin/python -m pip --no-input install -q --force-reinstall --no-deps dist/hal_core-*.whl dist/hal_backend_cuda-*.whl
 	@touch $@
 
 # Dependencies come from the wheel's own metadata, and are looked at again only when that can have changed.

@@ -190,12 +190,28 @@ def around_us(rows: int) -> dict[str, float]:
     return {"sort_us": round(sort, 2), "sum_us": round(graph_us([lambda: launch.sum_slots(y, x, route, 1.0)]), 2)}
 
 
-def grouped_mm_us(rows: int, n: int, k: int) -> float:
-    """torch's own product of sorted rows with bfloat16 experts, rows spread evenly."""
-    x = torch.randn(rows, k, device=DEVICE).to(BF)
-    ends = (torch.arange(1, E + 1, device=DEVICE) * rows // E).to(torch.int32)
-    sets = [torch.randn(E, n, k, device=DEVICE).to(BF) for _ in range(2)]
-    return graph_us([lambda w=w: torch._grouped_mm(x, w.transpose(1, 2), offs=ends) for w in sets])
+def grouped_mm_us(rows: int) -> float:
+    """torch's own two products with bfloat16 experts: rows sorted by expert as a random routing gives them, nothing around them."""
+    _, ids, _ = inputs(rows)
+    ends = torch.bincount(ids.flatten().long(), minlength=E).cumsum(0).to(torch.int32)
+    x, inner = (torch.randn(rows * K, k, device=DEVICE).to(BF) for k in (H, INNER))
+    sizes = ((2 * INNER, H), (H, INNER))
+    sets = [[torch.randn(E, n, k, device=DEVICE).to(BF).transpose(1, 2) for n, k in sizes] for _ in range(2)]
+
+    def both(pair):
+        return torch._grouped_mm(x, pair[0], offs=ends), torch._grouped_mm(inner, pair[1], offs=ends)
+
+    return graph_us([lambda w=w: both(w) for w in sets])
+
+
+def switched_us(sets: list[Experts], rows: int, name: str, value: float) -> float:
+    """The whole op with one of its thresholds elsewhere."""
+    kept = getattr(ops, name)
+    setattr(ops, name, value)
+    try:
+        return round(whole_us(sets, rows), 2)
+    finally:
+        setattr(ops, name, kept)
 
 
 def humming_moe() -> dict[int, float] | str:
@@ -263,10 +279,17 @@ def tables(wanted: list[str]) -> dict:
             rows[m] = {"whole_us": round(whole_us(sets, m), 2), "products_us": round(sum(parts_us(sets, m, up, down)), 2), **around_us(m)}
             print("int4 g128 experts", m, rows[m], flush=True)
         out["moe_int4_g128"] = rows
+        out["unsorted"] = {m: {few: switched_us(sets, m, "_DIRECT", few) for few in (0, 1 << 10)} for m in (1, 2, 4, 8, 16, 32, 64)}
+        print("sorted (0) or each slot a tile of its own", out["unsorted"], flush=True)
     if "bf16" in wanted:
         sets = [float_experts() for _ in range(2)]
         out["moe_bf16"] = {m: round(whole_us(sets, m), 2) for m in MOE_ROWS}
-        out["grouped_mm"] = {m: round(grouped_mm_us(m * K, 2 * INNER, H) + grouped_mm_us(m * K, H, INNER), 2) for m in MOE_ROWS}
+        out["grouped_mm"] = {m: round(grouped_mm_us(m), 2) for m in MOE_ROWS}
+        paths = {"tiles": float("inf"), "grouped": 0.0}
+        out["bf16_paths"] = {
+            m: {n: switched_us(sets, m, "_GROUPED_ROWS", v) for n, v in paths.items()} for m in (256, 512, 1024, 2048, 4096, 8192)
+        }
+        print("bf16 by path", out["bf16_paths"], flush=True)
         print("bf16 experts", out["moe_bf16"], "grouped_mm", out["grouped_mm"], flush=True)
     if "dense" in wanted:
         for n, k in DENSE_SIZES:

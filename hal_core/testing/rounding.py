@@ -1,7 +1,7 @@
 """Activations quantized as a kernel declares it, in float64: the truth that such a kernel is held to closely.
 
-Shares no arithmetic with ``hal_core.reference``, which is judged like any other kernel. Only dynamic symmetric int8 is known here;
-kernels that quantize in another way are held to their own bound alone.
+Shares no arithmetic with ``hal_core.reference``, which is judged like any other kernel. Only dynamic symmetric int8 and e4m3 are known
+here; kernels that quantize in another way are held to their own bound alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Rounding", "rounding_of"]
 
-_STEPS = 127
+#: The number that the largest magnitude of a row or group becomes.
+_LARGEST = {"int8": 127.0, "fp8_e4m3": 448.0}
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,10 @@ class Rounding:
         """float64 ``x [M, K]`` as its codes stand for it where it meets ``weight``, in the order of the weight's groups."""
         span = self._span(weight.scheme, x.shape[-1])
         if weight.g_idx is None or span >= x.shape[-1]:
-            return _rounded(x, span)
+            return _rounded(x, span, self.ways[0].dtype)
         groups = weight.g_idx if expert is None else weight.g_idx[expert]
         order = torch.argsort(groups.to(torch.int64), stable=True)
-        return _rounded(x[:, order], span)[:, torch.argsort(order)]
+        return _rounded(x[:, order], span, self.ways[0].dtype)[:, torch.argsort(order)]
 
     def _span(self, scheme: WeightScheme, k: int) -> int:
         """With several ways a matrix has that of its own groups, or else the widest."""
@@ -46,21 +47,28 @@ class Rounding:
         return own if own is not None and own in sizes else max(sizes)
 
 
-def _rounded(x: Tensor, span: int) -> Tensor:
-    parts = [_step(part) for part in torch.split(x, max(1, span), dim=-1)]
+def _rounded(x: Tensor, span: int, dtype: str) -> Tensor:
+    parts = [_coded(part, dtype) for part in torch.split(x, max(1, span), dim=-1)]
     return torch.cat(parts, dim=-1)
 
 
-def _step(x: Tensor) -> Tensor:
-    size = x.abs().amax(-1, keepdim=True) / _STEPS
+def _coded(x: Tensor, dtype: str) -> Tensor:
+    size = x.abs().amax(-1, keepdim=True) / _LARGEST[dtype]
     size = torch.where(size > 0, size, 1.0)
-    return (x / size).round() * size
+    if dtype == "int8":
+        return (x / size).round() * size
+    # three bits below the leading one, and no exponent under that of 2**-6
+    magnitude = (x / size).abs().clamp(max=_LARGEST[dtype])
+    step = torch.exp2(magnitude.clamp(min=2.0**-6).log2().floor() - 3)
+    return ((magnitude / step).round() * step).clamp(max=_LARGEST[dtype]) * x.sign() * size
 
 
 def rounding_of(kernel: Kernel[Any], spec: Any) -> Rounding | None:
     """What the kernel does to activations of ``spec``; None where it does nothing, or nothing that is known here."""
     numerics = kernel.computes(spec)
-    known = all(a.dtype == "int8" and a.dynamic and a.symmetric and _is_row(a.granularity) for a in numerics.activations)
+    known = len({a.dtype for a in numerics.activations}) == 1 and all(
+        a.dtype in _LARGEST and a.dynamic and a.symmetric and _is_row(a.granularity) for a in numerics.activations
+    )
     return Rounding(numerics.activations) if numerics.activations and known and numerics.weights == "as_stored" else None
 
 

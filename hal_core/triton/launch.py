@@ -24,7 +24,9 @@ __all__ = [
 ]  # fmt: skip
 
 #: Slots that one program sorts, and slots of one program when there are more.
-_FEW, _CHUNK = 2048, 1024
+_FEW, _CHUNK = 1024, 256
+#: Experts times tiles that one program compares at a time.
+_COMPARED = 16384
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], values: dict[str, Any], warps: int, stages: int) -> None:
@@ -148,12 +150,13 @@ def direct(ids: Tensor, weights: Tensor, expert_map: Tensor | None, num_experts:
 
 
 def sorted_by_expert(
-    ids: Tensor, weights: Tensor, expert_map: Tensor | None, num_experts: int, experts: int, bm: int, flag: Tensor
-) -> Route:
-    """Slots sorted by expert, in tiles of ``bm`` that hold one expert each."""
+    ids: Tensor, weights: Tensor, expert_map: Tensor | None, num_experts: int, experts: int, bm: int, flag: Tensor,
+    places: Tensor | None = None,
+) -> Route:  # fmt: skip
+    """Slots sorted by expert, in tiles of ``bm`` that hold one expert each; ``places`` receives the place of each slot, or -1."""
     numel, width = ids.numel(), max(16, 1 << (experts - 1).bit_length())
     tiles = min(numel, -(-numel // bm) + min(experts, numel))
-    many = numel > _FEW
+    many, chunk = numel > _FEW, max(16, min(128, _COMPARED // width))
     sizes = [numel, 3 * width, tiles, tiles, numel if many else 0]
     room = torch.empty(sum(sizes), dtype=torch.int32, device=ids.device)
     slots, scratch, tile_expert, tile_start, ranks = torch.split(room, sizes)
@@ -161,17 +164,18 @@ def sorted_by_expert(
         "ids_ptr": ids, "map_ptr": ids if expert_map is None else expert_map, "scratch_ptr": scratch, "numel": numel,
         "num_experts": num_experts, "experts": experts, "HAS_MAP": expert_map is not None,
     }  # fmt: skip
-    table = {"tile_expert_ptr": tile_expert, "tile_start_ptr": tile_start, "tiles": tiles, "BM": bm, "E": width, "CHUNK": 32}
+    table = {"tile_expert_ptr": tile_expert, "tile_start_ptr": tile_start, "tiles": tiles, "BM": bm, "E": width, "CHUNK": chunk}
+    placed = {"places_ptr": slots if places is None else places, "PLACES": places is not None}
     flagged = {"flag_ptr": flag, "top_k": ids.shape[-1]}
     if many:
         grid = (-(-numel // _CHUNK),)
         scratch.zero_()
         run(routing.count_slots, grid, {**shared, **flagged, "ranks_ptr": ranks, "P": _CHUNK}, 4, 1)
-        run(routing.offsets, (1,), {"scratch_ptr": scratch, **table}, 8, 1)
-        run(routing.scatter_slots, grid, {**shared, "ranks_ptr": ranks, "slots_ptr": slots, "P": _CHUNK, "E": width}, 4, 1)
+        run(routing.offsets, (-(-tiles // chunk),), {"scratch_ptr": scratch, **table}, 8, 1)
+        run(routing.scatter_slots, grid, {**shared, "ranks_ptr": ranks, "slots_ptr": slots, "P": _CHUNK, "E": width, **placed}, 4, 1)
     else:
         power = max(16, 1 << (numel - 1).bit_length())
-        run(routing.sort_slots, (1,), {**shared, **flagged, **table, "slots_ptr": slots, "P": power}, 8, 1)
+        run(routing.sort_slots, (1,), {**shared, **flagged, **table, **placed, "slots_ptr": slots, "P": power}, 16, 1)
     tensors = (ids, shared["map_ptr"], slots, scratch[2 * width :], tile_expert, tile_start, weights)
     return Route("sorted", numel, tiles, tensors, num_experts, experts, expert_map is not None, bm)
 

@@ -13,6 +13,7 @@ import torch
 
 from hal_core.check import device_flag
 from hal_core.triton.configs import Tile, linear_tile, moe_tile
+from hal_core.triton.grouped import grouped_experts
 from hal_core.triton.launch import (
     Epilogue,
     FloatMatrix,
@@ -41,7 +42,7 @@ _MANY_ROWS = 640
 #: Bytes of weights that are written out at a time: they are read again before they leave the second-level cache.
 _WRITTEN = 32 << 20
 #: With that few slots each is a tile of its own, and nothing is sorted.
-_DIRECT = 16
+_DIRECT = 48
 
 
 def integer_linear(x: Tensor, weight: IntegerMatrix, out: Tensor) -> Tensor:
@@ -111,7 +112,10 @@ def _product(
 
 @dataclass(frozen=True, eq=False)
 class Experts:
-    """A block of experts: its matrices and what its spec says. local: experts whose weights are here."""
+    """A block of experts: its matrices and what its spec says.
+
+    local: experts whose weights are here. grouped: torch's grouped product at every number of rows.
+    """
 
     up: IntegerMatrix | FloatMatrix
     down: IntegerMatrix | FloatMatrix
@@ -124,6 +128,7 @@ class Experts:
     scaling: float
     router_on_input: bool
     x_group: int = 128
+    grouped: bool = False
 
     @property
     def quantized_inputs(self) -> bool:
@@ -141,9 +146,11 @@ def moe(
     if not x.shape[0]:
         return out
     reduce, top_k, slots = out.dim() == 2, ids.shape[1], ids.numel()
+    flag, rows = device_flag(x.device), slots / max(1, min(experts.num_experts, slots))
+    if experts.grouped:
+        return grouped_experts(x, ids, weights, expert_map, experts, out, flag)
     if tiles is None:
-        tiles = moe_tile(arch_of(x.device), slots / max(1, min(experts.num_experts, slots)), _kind(experts.up))
-    flag = device_flag(x.device)
+        tiles = moe_tile(arch_of(x.device), rows, _kind(experts.up))
     if slots <= _DIRECT:
         route = direct(ids, weights, expert_map, experts.num_experts, experts.local)
     else:

@@ -1,0 +1,51 @@
+"""The conformance kit on this backend's Triton kernels without a GPU: Triton's interpreter, repaired, on tensors of the host."""
+
+from __future__ import annotations
+
+import os
+from typing import ClassVar
+
+import pytest
+import torch
+
+if torch.cuda.is_available():
+    pytest.skip("there is a CUDA device: `hal verify cuda` runs the kit on it", allow_module_level=True)
+pytest.importorskip("triton", reason="triton is not installed; `make test-cuda` brings it")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("TRITON_INTERPRET=1 must be set before triton is imported; `make test-cuda` does", allow_module_level=True)
+
+import triton_interpreter
+from hal_backend_cuda import kernels
+from kit_cases import parametrize
+
+from hal_core.testing import BackendConformance
+from hal_core.testing.checks.experts import STRAY_IDS
+
+triton_interpreter.repair()
+
+
+def here(kernel):
+    """The same kernel, as one of the host."""
+    kind = type(kernel)
+    return type(kind.__name__, (kind,), {"devices": ("cpu",), "architectures": (), "__doc__": kind.__doc__, "__module__": __name__})()
+
+
+#: torch's products need a GPU; fp8 experts and linears share all but the element with those here.
+INTERPRETED = ("linear_triton", "linear_fp8_triton", "moe_triton", "moe_bf16_triton", "moe_fp8_rows_triton")
+
+
+#: The interpreter takes seconds for what a GPU does in microseconds: so many cases of each check and kernel, spread evenly.
+EACH = {"accuracy": 4, "refusals": 40, "rows": 2, "routing": 2, "layout": 4}
+
+
+class TestCudaKernels(BackendConformance):
+    backend = "cuda"
+    kernels = tuple(here(kernel) for kernel in kernels.KERNELS if kernel.name in INTERPRETED)
+
+    unsupported: ClassVar = {
+        f"cuda.*/routing/{word}*": "a wrong id raises at once on the host, and in hal.check() here; test_triton_interpreter has it"
+        for word in (*STRAY_IDS, "map_past_the_end")
+    }
+
+    def pytest_generate_tests(self, metafunc):
+        parametrize(self, metafunc, lambda check: EACH.get(check, 1))
