@@ -17,6 +17,10 @@ HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_
 SUPERBLOCKS = tuple(kind for kind in HALVES if kind != "IQ4_NL")
 
 
+#: No architectures of the format, which calls both llama: experts merged, and each apart.
+MIXTRAL = ("mixtral", "mixtral-old")
+
+
 def width(kind: str) -> int:
     """What a dimension is multiplied by, so that rows hold whole blocks."""
     return 8 if kind in SUPERBLOCKS else 1
@@ -32,11 +36,16 @@ def tensor_shapes(architecture: str, bias: bool = False, wide: int = 1) -> dict[
             "attn_q.weight": (HEADS * HEAD, HIDDEN), "attn_k.weight": (KV_HEADS * HEAD, HIDDEN),
             "attn_v.weight": (KV_HEADS * HEAD, HIDDEN), "attn_output.weight": (HIDDEN, HEADS * HEAD),
         }  # fmt: skip
-        if architecture != "llama":
+        if architecture not in ("llama", *MIXTRAL):
             block |= {"attn_q_norm.weight": (HEAD,), "attn_k_norm.weight": (HEAD,)}
         if bias:
             block |= {"attn_q.bias": (HEADS * HEAD,), "attn_k.bias": (KV_HEADS * HEAD,), "attn_v.bias": (KV_HEADS * HEAD,)}
-        if architecture == "qwen3moe":
+        if architecture == "mixtral-old":
+            block["ffn_gate_inp.weight"] = (EXPERTS, HIDDEN)
+            for expert in range(EXPERTS):
+                block |= {f"ffn_{role}.{expert}.weight": (FFN, HIDDEN) for role in ("gate", "up")}
+                block[f"ffn_down.{expert}.weight"] = (HIDDEN, FFN)
+        elif architecture in ("qwen3moe", "mixtral"):
             block |= {"ffn_gate_inp.weight": (EXPERTS, HIDDEN), "ffn_gate_exps.weight": (EXPERTS, FFN, HIDDEN)}
             block |= {"ffn_up_exps.weight": (EXPERTS, FFN, HIDDEN), "ffn_down_exps.weight": (EXPERTS, HIDDEN, FFN)}
         else:
@@ -82,15 +91,16 @@ def metadata(writer: gguf.GGUFWriter, architecture: str, wide: int = 1) -> None:
     writer.add_rope_freq_base(50000.0)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
-    if architecture == "qwen3moe":
+    if architecture in ("qwen3moe", *MIXTRAL):
         writer.add_expert_count(EXPERTS)
         writer.add_expert_used_count(2)
+    if architecture == "qwen3moe":
         writer.add_expert_feed_forward_length(FFN)
 
 
 def write(path, architecture="llama", kind="Q4_1", tensors=None, extra=None, kinds=None):
     """A file of one quantization type (vectors stay F32). extra: called with the writer. kinds: type by tensor name."""
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, "llama" if architecture in MIXTRAL else architecture)
     wide = width(kind)
     metadata(writer, architecture, wide)
     if extra is not None:

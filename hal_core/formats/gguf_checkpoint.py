@@ -54,10 +54,14 @@ class GGUFCheckpoint(Checkpoint):
         self.config: Mapping[str, Any] = model_config(header, self._rope_factors(header.tensors.get(_ROPE)))
         self._pieces: dict[str, _Piece] = {}
         architecture = str(header.metadata["general.architecture"])
-        table = name_table(architecture)
+        table = name_table(architecture, self.config["model_type"])
         for tensor in header.tensors.values():
             if tensor.name != _ROPE:
-                self._pieces.update(self._split(tensor, published_name(tensor.name, table), architecture))
+                found = dict(self._split(tensor, published_name(tensor.name, table), architecture))
+                twice = next((name for name in found if name in self._pieces), None)
+                if twice is not None:
+                    raise FormatError(f"tensor {tensor.name}", f"parameter {twice} is stored twice", "convert the model again")
+                self._pieces.update(found)
         self.entries: Mapping[str, Entry] = {
             name: Entry(name, piece.shape, block_scheme(piece.source.kind), piece.nbytes) for name, piece in self._pieces.items()
         }
@@ -72,8 +76,8 @@ class GGUFCheckpoint(Checkpoint):
         return found
 
     def _split(self, tensor: GGUFTensor, name: str, architecture: str) -> Iterator[tuple[str, _Piece]]:
-        """Experts are fused in the file, ``[E, N, K]``, and apart in the published checkpoint."""
-        if ".experts." in name:
+        """Experts are fused in the file, ``[E, N, K]``, and apart in the published checkpoint; in older files they are apart too."""
+        if ".experts." in name and not name.split(".experts.")[1][0].isdigit():
             if len(tensor.shape) != 3:
                 raise FormatError(f"tensor {tensor.name}", f"shape {list(tensor.shape)}, expected [experts, N, K]")
             each = tensor.nbytes // tensor.shape[0]

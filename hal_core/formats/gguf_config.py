@@ -7,7 +7,7 @@ import struct
 from typing import TYPE_CHECKING, Any
 
 from hal_core.errors import FormatError
-from hal_core.formats.gguf_names import ARCHITECTURES
+from hal_core.formats.gguf_names import ARCHITECTURES, MIXTRAL
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -71,7 +71,7 @@ def model_config(header: GGUFHeader, rope_factors: Sequence[float] | None) -> di
     """
     meta = GGUFMetadata(header.metadata)
     _refuse_unknown_arithmetic(meta)
-    class_name, model_type = ARCHITECTURES[str(meta.architecture)]
+    class_name, model_type = MIXTRAL if meta.get("expert_count") and meta.architecture == "llama" else ARCHITECTURES[str(meta.architecture)]
     hidden, heads = meta.count("embedding_length"), meta.count("attention.head_count")
     head_dim = meta.count("attention.key_length", max(hidden // heads, 1))
     if meta.count("rope.dimension_count", head_dim) != head_dim or meta.count("attention.value_length", head_dim) != head_dim:
@@ -94,22 +94,34 @@ def model_config(header: GGUFHeader, rope_factors: Sequence[float] | None) -> di
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "attention_bias": "blk.0.attn_q.bias" in header.tensors,
     }
+    if model_type == "mixtral" and config.pop("attention_bias"):
+        raise FormatError("tensor blk.0.attn_q.bias", "Mixtral's projections have no bias", "the file is of a model that is not served")
     if model_type == "llama":
         config["mlp_bias"] = "blk.0.ffn_up.bias" in header.tensors
-    if model_type == "qwen3_moe":
-        config |= {
-            "num_experts": meta.count("expert_count"),
-            "num_experts_per_tok": meta.count("expert_used_count"),
-            "moe_intermediate_size": meta.count("expert_feed_forward_length"),
-            "norm_topk_prob": True,  # the runtimes of this format always normalize for this architecture
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-        }
+    config |= _experts(meta, model_type)
     for token in ("bos", "eos", "padding"):
         value = meta.fields.get(f"tokenizer.ggml.{token}_token_id")
         if type(value) is int:
             config[f"{'pad' if token == 'padding' else token}_token_id"] = value
     return config
+
+
+def _experts(meta: GGUFMetadata, model_type: str) -> dict[str, Any]:
+    """Fields of a model with experts."""
+    if model_type == "mixtral":
+        return {
+            "num_local_experts": meta.count("expert_count"), "num_experts_per_tok": meta.count("expert_used_count"), "sliding_window": None,
+        }  # fmt: skip
+    if model_type != "qwen3_moe":
+        return {}
+    return {
+        "num_experts": meta.count("expert_count"),
+        "num_experts_per_tok": meta.count("expert_used_count"),
+        "moe_intermediate_size": meta.count("expert_feed_forward_length"),
+        "norm_topk_prob": True,  # the runtimes of this format always normalize for this architecture
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
 
 
 def _vocabulary(header: GGUFHeader) -> int:
@@ -124,8 +136,6 @@ def _refuse_unknown_arithmetic(meta: GGUFMetadata) -> None:
         value = meta.get(field)
         if value is not None and value != neutral:
             raise meta.error(field, f"{str(value)[:80]} is not served for this architecture")
-    if meta.architecture == "llama" and meta.get("expert_count"):
-        raise meta.error("expert_count", "experts in a llama-architecture file are not served yet")
     if meta.fields.get("split.count", 1) not in (0, 1):
         raise FormatError("GGUF field split.count", f"one of {meta.fields['split.count']} parts", "merge the parts into one file first")
     window = meta.get("attention.sliding_window")

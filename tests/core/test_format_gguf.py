@@ -43,16 +43,16 @@ def published_rows(weight, heads):
 
 
 @pytest.mark.parametrize("kind", list(SCHEMES))
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "qwen3moe"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "qwen3moe", "mixtral", "mixtral-old"])
 def test_every_parameter_equals_the_packages_dequantization(tmp_path, architecture, kind):
     path = gguf_files.write(tmp_path / "model.gguf", architecture, kind)
     checkpoint, expected = open_checkpoint(path), own_dequantization(path)
     seen = 0
     for name, entry in checkpoint.entries.items():
         got = checkpoint.read(name).dequantize() if entry.quantized else checkpoint.load(name).float()
-        source, index = gguf_name(name)
+        source, index = gguf_name(name, old=architecture == "mixtral-old")
         wanted = expected[source] if index is None else expected[source][index]
-        if architecture == "llama" and name.split(".")[-2] in PER_HEAD:
+        if architecture in ("llama", *gguf_files.MIXTRAL) and name.split(".")[-2] in PER_HEAD:
             wanted = published_rows(wanted, PER_HEAD[name.split(".")[-2]])
         assert torch.equal(got, wanted), name
         assert tuple(got.shape) == entry.shape
@@ -62,13 +62,13 @@ def test_every_parameter_equals_the_packages_dequantization(tmp_path, architectu
     assert seen == sum(tensor.numel() for tensor in expected.values())
 
 
-def gguf_name(name):
+def gguf_name(name, old=False):
     """Published name to GGUF name and expert, written out by hand."""
     table = {
         "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_norm": "attn_q_norm",
         "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
         "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-        "mlp.gate": "ffn_gate_inp",
+        "mlp.gate": "ffn_gate_inp", "block_sparse_moe.gate": "ffn_gate_inp",
     }  # fmt: skip
     top = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight", "lm_head.weight": "output.weight"}
     if name in top:
@@ -77,6 +77,9 @@ def gguf_name(name):
     inner, _, suffix = rest.rpartition(".")
     if ".experts." in name:
         _, _, expert, projection = inner.split(".")
+        projection = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}.get(projection, projection)
+        if old:
+            return f"blk.{layer}.ffn_{projection[:-5]}.{expert}.{suffix}", None
         return f"blk.{layer}.ffn_{projection[:-5]}_exps.{suffix}", int(expert)
     return f"blk.{layer}.{table[inner]}.{suffix}", None
 
@@ -154,7 +157,7 @@ def test_llama3_rotary_factors_give_back_the_published_parameters(tmp_path):
     ("extra", "said"),
     [
         (lambda w: w.add_float32("llama.logit_scale", 0.5), "logit_scale"),
-        (lambda w: w.add_uint32("llama.expert_count", 8), "experts in a llama-architecture"),
+        (lambda w: w.add_uint32("llama.expert_count", 8), "expert_used_count"),
         (lambda w: w.add_uint16("split.count", 3), "merge"),
         (lambda w: w.add_rope_dimension_count(16), "rotary"),
         (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE), "longrope"),
@@ -263,4 +266,27 @@ def test_another_file_with_the_name_is_refused(tmp_path):
     path = tmp_path / "model.gguf"
     path.write_bytes(b"PK\x03\x04" + bytes(100))
     with pytest.raises(FormatError, match="does not begin with GGUF"):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda shapes: shapes | {"blk.0.ffn_up.1.weight": (gguf_files.FFN, gguf_files.HIDDEN)}, "stored twice"),
+        (lambda shapes: shapes | {"blk.0.ffn_up.weight": (gguf_files.FFN, gguf_files.HIDDEN)}, "no place in the architecture"),
+        (lambda shapes: shapes | {"blk.0.attn_q.bias": (gguf_files.HEADS * gguf_files.HEAD,)}, "no bias"),
+    ],
+)
+def test_a_mixtral_file_that_contradicts_itself_is_refused(tmp_path, change, said):
+    tensors = gguf_files.values(change(gguf_files.tensor_shapes("mixtral")))
+    path = gguf_files.write(tmp_path / "model.gguf", "mixtral", "Q8_0", tensors)
+    with pytest.raises(FormatError, match=said):
+        open_checkpoint(path)
+
+
+def test_an_expert_that_is_missing_among_single_ones_is_named(tmp_path):
+    shapes = gguf_files.tensor_shapes("mixtral-old")
+    del shapes["blk.1.ffn_down.2.weight"]
+    path = gguf_files.write(tmp_path / "model.gguf", "mixtral-old", "Q8_0", gguf_files.values(shapes))
+    with pytest.raises(FormatError, match=r"layers\.1\.block_sparse_moe\.experts\.2\.w2\.weight: missing"):
         open_checkpoint(path)

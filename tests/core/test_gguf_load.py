@@ -24,7 +24,10 @@ def plain_model(checkpoint):
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     state = {}
     for name, entry in checkpoint.entries.items():
-        state[name] = checkpoint.read(name).dequantize() if entry.quantized else checkpoint.load(name).float()
+        held = name.replace(".block_sparse_moe.", ".mlp.")
+        for published, part in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
+            held = held.replace(f".{published}.", f".{part}.")
+        state[held] = checkpoint.read(name).dequantize() if entry.quantized else checkpoint.load(name).float()
     for layer in range(gguf_files.LAYERS):
         at = f"model.layers.{layer}.mlp.experts"
         if f"{at}.0.up_proj.weight" not in state:
@@ -39,7 +42,7 @@ def plain_model(checkpoint):
 
 
 @pytest.mark.parametrize("kind", ["Q5_0", "Q5_1", "IQ4_NL", "MXFP4", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"])
-@pytest.mark.parametrize("architecture", ["llama", "qwen3moe"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3moe", "mixtral", "mixtral-old"])
 @torch.inference_mode()
 def test_logits_are_those_of_the_dequantized_model(tmp_path, architecture, kind):
     routers = {f"blk.{layer}.ffn_gate_inp.weight": "F32" for layer in range(gguf_files.LAYERS)}  # as every converter does
