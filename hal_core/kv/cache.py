@@ -29,11 +29,19 @@ Ids = int | Sequence[int]
 
 @dataclass
 class _Sequence:
-    """pages: rows of the pool, in order. tail: row of the tails, where the scheme has them."""
+    """pages: rows of the pool, in order. tail: row of the tails, where the scheme has them. row: ``pages`` as int32, once it was asked for.
+
+    A list of pages is replaced and never changed, so that the tensor made of it holds until then.
+    """
 
     pages: list[int] = field(default_factory=list)
     length: int = 0
     tail: int | None = None
+    row: Tensor | None = None
+
+    def set_pages(self, pages: list[int]) -> None:
+        if pages != self.pages:
+            self.pages, self.row = pages, None
 
 
 class PagedKVCache:
@@ -89,7 +97,7 @@ class PagedKVCache:
         old, made = self._get(sequence), self.new()
         new = self._sequences[made]
         self._pages.share(old.pages)
-        new.pages, new.length = list(old.pages), old.length
+        new.pages, new.length, new.row = old.pages, old.length, old.row
         if self._tails and old.tail is not None and new.tail is not None:
             self._tails.copy_row(old.tail, new.tail)
         if self.decode_cache:
@@ -109,7 +117,8 @@ class PagedKVCache:
             self.op.reopen(self._pages.data, self._row(old), length, self._tails.data, old.tail)
         kept = -(-length // self.spec.page_size)
         self._pages.drop(old.pages[kept:])
-        old.pages, old.length = old.pages[:kept], length
+        old.set_pages(old.pages[:kept])
+        old.length = length
         if self.decode_cache:
             self.decode_cache.trim(sequence, length)
 
@@ -157,7 +166,8 @@ class PagedKVCache:
         for sequence, count in zip(ids, counts, strict=True):
             old, (pages, own) = self._sequences[sequence], plan[sequence]
             self._pages.drop(old.pages[own:])
-            old.pages, old.length = pages, old.length + count
+            old.set_pages(pages)
+            old.length += count
 
     def _plan(self, ids: Sequence[int], counts: Sequence[int]) -> dict[int, tuple[list[int], int]]:
         """For each sequence its pages after the append, and from which on they are new; the copied page's bytes are copied.
@@ -188,8 +198,10 @@ class PagedKVCache:
         page, slots, tails = self.spec.page_size, [], []
         for sequence, count in zip(ids, counts, strict=True):
             old = self._sequences[sequence]
-            at = torch.arange(old.length, old.length + count)
-            slots.append(torch.tensor(plan[sequence][0])[at // page] * page + at % page if count else at)
+            at, first = torch.arange(old.length, old.length + count), old.length // page
+            # only the pages that are written to: a long sequence has thousands
+            written = torch.tensor(plan[sequence][0][first:], dtype=torch.int64)
+            slots.append(written[at // page - first] * page + at % page if count else at)
             tails += [old.tail or 0] * count
         tail_ids = torch.tensor(tails, dtype=torch.int32, device=self.device) if self._tails else None
         return torch.cat(slots).to(self.device), tail_ids
@@ -264,10 +276,11 @@ class PagedKVCache:
 
     def block_table(self, ids: Sequence[int]) -> Tensor:
         """int32 ``[B, pages of the longest]``; 0 beyond a sequence's end."""
-        rows = [self._get(sequence).pages for sequence in ids]
-        width = max((len(row) for row in rows), default=0)
-        table = torch.tensor([row + [0] * (width - len(row)) for row in rows], dtype=torch.int32, device=self.device)
-        return table.reshape(len(rows), width)
+        rows = [self._row(self._get(sequence)) for sequence in ids]
+        table = torch.zeros(len(rows), max((len(row) for row in rows), default=0), dtype=torch.int32, device=self.device)
+        for index, row in enumerate(rows):
+            table[index, : len(row)] = row
+        return table
 
     @property
     def nbytes(self) -> int:
@@ -301,7 +314,7 @@ class PagedKVCache:
             other.op = copy.deepcopy(self.op).to(device)
         other.device, other._pages = device, self._pages.clone(device)
         other._tails = self._tails.clone(device) if self._tails else None
-        other._sequences = {i: replace(old, pages=list(old.pages)) for i, old in self._sequences.items()}
+        other._sequences = {i: replace(old, row=None) for i, old in self._sequences.items()}
         other.decode_cache = self.decode_cache.clone(device) if self.decode_cache else None
         return other
 
@@ -364,7 +377,9 @@ class PagedKVCache:
             self.op.update(computed_params(self.spec, k, v, self.op.params))
 
     def _row(self, old: _Sequence) -> Tensor:
-        return torch.tensor(old.pages, dtype=torch.int32, device=self.device)
+        if old.row is None:
+            old.row = torch.tensor(old.pages, dtype=torch.int32, device=self.device)
+        return old.row
 
     def _tail_ids(self, ids: Sequence[int]) -> Tensor | None:
         if not self._tails:
