@@ -48,7 +48,7 @@ def check_sort(steps, route, block):
 
 def check_activation(steps, kind, limit, gated):
     rng = torch.Generator().manual_seed(1)
-    for rows, width in ((1, 40), (9, 300), (70, 128)):
+    for rows, width in ((3, 300), (66, 40)):
         y = torch.randn(rows, width * (2 if gated else 1), generator=rng, dtype=torch.float32) * 3
         activation = Activation(kind, limit=limit)
         gate, up = y.chunk(2, dim=-1) if gated else (None, y)
@@ -75,8 +75,7 @@ def main(part):
     steps = fused_steps.TritonSteps(torch.device("cpu"))
     if part == "sort":
         for seed in range(6):
-            for mapped in (False, True):
-                check_sort(steps, random_route(seed, mapped=mapped), (8, 16, 24)[seed % 3])
+            check_sort(steps, random_route(seed, mapped=seed % 2 == 1), (8, 16, 24)[seed % 3])
         check_sort(steps, random_route(0, mapped=False, tokens=2, top_k=4), 8)
         with pytest.raises(ShapeError, match="topk id"):
             check()
@@ -92,9 +91,8 @@ def main(part):
             if kind != "swiglu_oai":
                 check_activation(steps, kind, 0.7 if kind == "relu2" else None, gated=False)
     else:
-        for seed in range(4):
-            for summed in (False, True):
-                check_reduce(steps, random_route(seed, mapped=seed % 2 == 1), summed)
+        for seed, summed in ((1, False), (2, True), (5, True)):
+            check_reduce(steps, random_route(seed, mapped=seed % 2 == 1), summed)
 
 
 if __name__ == "__main__":

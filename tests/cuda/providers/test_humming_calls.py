@@ -20,8 +20,6 @@ CASES = [
     ("fp8_channel", "fp8_e4m3:channel"), ("fp8_a16", "fp8_e4m3:b128x128"), ("fp8_a16", "fp8_e4m3:channel"), ("mxfp4", "mxfp4:g32"),
     ("nvfp4", "nvfp4:g16"),
 ]  # fmt: skip
-#: Odd multiples of the declared step.
-SHAPES = [(2944, 1152)]
 
 
 @pytest.fixture(autouse=True)
@@ -43,10 +41,9 @@ def legal(p, table):
         assert p.k % tile["block_shape"][2] == 0, (high, tile)
 
 
-@pytest.mark.parametrize(("name", "text"), CASES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_dense_tables_fit_every_declared_shape(name, text, shape):
-    p = problem(name, text, *shape)
+@pytest.mark.parametrize(("name", "text"), [CASES[i] for i in (0, 2, 4, 5, 6, 8, 12, 13)])
+def test_dense_tables_fit_odd_multiples_of_the_declared_step(name, text):
+    p = problem(name, text, 2944, 1152)
     legal(p, p.table(p.configuration(0), 0))
 
 

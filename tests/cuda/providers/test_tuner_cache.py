@@ -116,7 +116,7 @@ def test_what_was_tuned_is_saved_when_the_body_raises(tmp_path):
 
 
 def test_processes_that_save_at_once_lose_nothing(tmp_path):
-    path, start = tmp_path / "model.json", time.time() + 8
+    path, start = tmp_path / "model.json", time.time() + 5
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
     operations = [[f"op_{process}_{number}" for number in range(6)] for process in range(3)]
     running = [
