@@ -57,9 +57,10 @@ _TILE = 64
 
 
 def _block_refusals(schemes: tuple[Any, ...]) -> tuple[Refusal, ...]:
-    found = [s for s in dict.fromkeys(schemes) if s.granularity.block is not None and tuple(s.granularity.block) != _BLOCK]
+    """A block is compared as a tuple: a configuration may hold it as a list, which is equal to none."""
+    found = {str(s.granularity) for s in schemes if s.granularity.block is not None and tuple(s.granularity.block) != _BLOCK}
     wanted = f"serves blocks of {_BLOCK[0]}x{_BLOCK[1]}"
-    return tuple(Refusal("scheme.granularity", f"scales per {s.granularity}", wanted, "use another kernel") for s in found)
+    return tuple(Refusal("scheme.granularity", f"scales per {grain}", wanted, "use another kernel") for grain in sorted(found))
 
 
 def _padded(*dims: tuple[str, int, int]) -> tuple[Padding, ...]:

@@ -140,7 +140,8 @@ class StepMatrix(nn.Module):
 
         def grid(name: str) -> Tensor | None:
             held = self._buffers[name]
-            return None if held is None else held[..., :rows].transpose(-1, -2).contiguous()
+            # a clone, so that strides are plain also where a dimension is one
+            return None if held is None else held[..., :rows].transpose(-1, -2).clone(memory_format=torch.contiguous_format)
 
         return QuantizedTensor(self.scheme, self.shape, values, grid("scales"), grid("zeros"), grid("mins"), g_idx)
 

@@ -6,8 +6,8 @@ import os
 
 
 def some(found, most: int):
-    """At most so many ``(plan, case)`` of every kernel; HAL_TEST_CASES says otherwise, 0 for all."""
-    most = int(os.environ.get("HAL_TEST_CASES", most))
+    """At most so many ``(plan, case)`` of every kernel; KIT_CASES says otherwise, 0 for all."""
+    most = int(os.environ.get("KIT_CASES", most))
     by_kernel: dict[str, list] = {}
     for plan, case in found:
         by_kernel.setdefault(case.kernel, []).append((plan, case))

@@ -1,0 +1,70 @@
+"""The hal-backend-cuda wheel: pure Python, with its manifest, and light to list."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def wheel(repository):
+    found = sorted((repository / "dist").glob("hal_backend_cuda-*.whl"))
+    if len(found) != 1:
+        reason = f"dist/ holds {len(found)} wheels hal_backend_cuda-*.whl, not one; `make test-cuda` makes it"
+        if os.environ.get("HAL_TEST_INSTALLED"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    return zipfile.ZipFile(found[0])
+
+
+def info(wheel, name: str) -> str:
+    (member,) = [n for n in wheel.namelist() if n.endswith(f".dist-info/{name}")]
+    return wheel.read(member).decode()
+
+
+def test_one_wheel_for_every_python_and_platform(wheel):
+    assert "Root-Is-Purelib: true" in info(wheel, "WHEEL")
+    assert [n for n in wheel.namelist() if n.endswith((".so", ".pyc", ".cu"))] == []
+
+
+def test_manifest_lies_in_dist_info_and_agrees_with_the_metadata(wheel):
+    manifest = json.loads(info(wheel, "hal_backend.json"))
+    assert manifest["name"] == "cuda"
+    assert f"Name: {manifest['distribution']}" in info(wheel, "METADATA")
+    assert manifest["install"] == f"pip install {manifest['distribution']}"
+    assert "cuda = hal_backend_cuda.backend:backend" in info(wheel, "entry_points.txt")
+
+
+def test_extras_name_the_providers(wheel):
+    assert {line for line in info(wheel, "METADATA").splitlines() if line.startswith("Provides-Extra")} == {
+        "Provides-Extra: flashinfer", "Provides-Extra: humming",
+    }  # fmt: skip
+
+
+def test_wheel_holds_the_python_of_the_checkout_as_it_is_now(wheel, repository):
+    folder = repository / "backend_cuda"
+    here = {p.relative_to(folder).as_posix(): p.read_bytes() for p in (folder / "hal_backend_cuda").rglob("*.py")}
+    assert here == {n: wheel.read(n) for n in wheel.namelist() if n.endswith(".py")}, "dist/ is older than the sources"
+
+
+def test_listing_kernels_imports_neither_triton_nor_providers():
+    heavy = ("triton", "flashinfer", "humming")
+    code = f"import hal_backend_cuda.kernels, hal_backend_cuda.providers.kernels, sys; print([n for n in {heavy} if n in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_every_kernel_of_the_wheel_is_of_a_kind_that_the_manifest_names(repository):
+    from hal_backend_cuda.kernels import KERNELS
+    from hal_backend_cuda.providers.kernels import KERNELS as PROVIDED
+
+    from hal_core.contract import kernel_problems
+
+    ops = tuple(json.loads((repository / "backend_cuda" / "hal_backend.json").read_text(encoding="utf-8"))["ops"])
+    problems = {kernel.name: kernel_problems(kernel, ops) for kernel in (*KERNELS, *PROVIDED)}
+    assert {name: found for name, found in problems.items() if found} == {}
+    assert len(problems) == len(KERNELS) + len(PROVIDED), "two kernels of one name"
