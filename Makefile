@@ -26,6 +26,10 @@ TESTS := tests/core tests/cpu tests/golden tests/packaging
 PYTEST := $(BIN)/pytest
 # Of its own: triton is large, and nothing else needs it.
 CUDA_VENV := build/venv-cuda
+# What importing the providers takes; their own metadata asks for CUDA's whole toolkit. The newer FlashInfer lies beside the older one.
+PROVIDER_NEEDS := apache-tvm-ffi click cuda-bindings einops filelock jinja2 ninja nvidia-ml-py requests tabulate tqdm
+FLASHINFER_NEXT := flashinfer-python==0.7.2.post1
+PROVIDER_TESTS := $(addprefix tests/cuda/providers/test_,flashinfer_calls.py flashinfer_experts.py flashinfer_layouts.py tuner_cache.py)
 INTERPRETED := tests/cuda/test_triton_interpreter.py tests/cuda/test_conformance_interpreted.py
 
 .DEFAULT_GOAL := help
@@ -44,9 +48,10 @@ test: $(STAMPS)/dev  ## run the tests of core, CPU backend, formats and packagin
 test-slow: $(STAMPS)/dev $(STAMPS)/demo  ## the tests that take minutes
 	$(PYTEST) -m slow $(wildcard $(TESTS)) $(PYTEST_ARGS)
 
-test-cuda: $(CUDA_VENV)/installed  ## the CUDA backend without a GPU: kernels compiled for each architecture, numbers in the interpreter
+test-cuda: $(CUDA_VENV)/installed $(CUDA_VENV)/providers  ## the CUDA backend without a GPU: kernels compiled for each architecture, numbers in the interpreter
 	TRITON_DEFAULT_FP_FUSION=1 $(CUDA_VENV)/bin/pytest -m "not slow" tests/cuda $(PYTEST_ARGS)
 	TRITON_DEFAULT_FP_FUSION=1 TRITON_INTERPRET=1 $(CUDA_VENV)/bin/pytest -m "not slow" $(INTERPRETED) $(PYTEST_ARGS)
+	PYTHONPATH=$(CUDA_VENV)/next $(CUDA_VENV)/bin/pytest -m "not slow" $(PROVIDER_TESTS) $(PYTEST_ARGS)
 
 lint: $(STAMPS)/dev  ## ruff over the whole repository, mypy --strict over hal_core
 	$(BIN)/ruff check .
@@ -102,6 +107,13 @@ $(CUDA_VENV)/deps: constraints.txt backend_cuda/constraints.txt | $(STAMPS)/core
 	$(CUDA_VENV)/bin/python -m pip --no-input install -q $(CONSTRAINTS) torch==$$(sed -n 's/^torch==//p' constraints.txt)
 	$(CUDA_VENV)/bin/python -m pip --no-input install -q $(CONSTRAINTS) -c backend_cuda/constraints.txt \
 		"$$(echo dist/hal_core-*.whl)[testing]" dist/hal_backend_cuda-*.whl hypothesis pytest-timeout
+	@touch $@
+
+$(CUDA_VENV)/providers: backend_cuda/constraints.txt | $(CUDA_VENV)/deps
+	$(CUDA_VENV)/bin/python -m pip --no-input install -q $(CONSTRAINTS) -c backend_cuda/constraints.txt $(PROVIDER_NEEDS)
+	$(CUDA_VENV)/bin/python -m pip --no-input install -q --no-deps -c backend_cuda/constraints.txt humming-kernels flashinfer-python
+	rm -rf $(CUDA_VENV)/next
+	$(CUDA_VENV)/bin/python -m pip --no-input install -q --no-deps --target $(CUDA_VENV)/next $(FLASHINFER_NEXT)
 	@touch $@
 
 $(CUDA_VENV)/installed: $(STAMPS)/core-wheel $(STAMPS)/cuda-wheel $(CUDA_VENV)/deps
