@@ -59,7 +59,7 @@ class AWQPacking(Packing):
         scales = turned(tensors["scales"])
         check_scales(scales, f"{module}.scales")
         groups = scales.shape[1]
-        zeros = unpack_nibbles(unpacked(tensors["qzeros"], "awq", 4, groups, False), groups)
+        zeros = unpack_nibbles(unpacked(tensors["qzeros"], "awq", 4, groups, False), groups).contiguous()
         if symmetric:
             check_symmetric(zeros, 4, f"{module}.qzeros")
         return QuantizedTensor(plan.scheme, plan.shape, values, scales, zeros=None if symmetric else zeros)

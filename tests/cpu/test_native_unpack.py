@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from golden import goldens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hal_backend_cpu import _native
 from hal_backend_cpu.unpack import CpuUnpacker
-from hal_core.formats import unpack
+from hal_core.errors import FormatError
+from hal_core.formats import open_checkpoint, unpack
 from hal_core.formats.unpack import torch_codes, turned, unpacked
 from hal_core.registry import default_registry
 
@@ -95,6 +97,19 @@ def test_readers_use_it(monkeypatch):
     assert same(unpacked(words, "columns", 4, 4096, True), torch_codes(words, "columns", 4, 4096, True))
     assert called == ["columns", "columns"], "a trial and the question"
     assert same(turned(words), words.t().contiguous())
+
+
+@pytest.mark.parametrize("name", goldens.names())
+def test_checkpoints_read_the_same_with_and_without_it(name, monkeypatch):
+    try:
+        checkpoint = open_checkpoint(goldens.folder(name))
+    except FormatError:
+        pytest.skip("a format that is refused, as tests/core/test_format_goldens.py holds")
+    plain = {key: checkpoint.read(key) for key, entry in checkpoint.entries.items() if entry.quantized}
+    monkeypatch.setattr(unpack, "_LEAST", 1)
+    for key, weight in plain.items():
+        found = checkpoint.read(key)
+        assert all(same(found.tensors()[field], tensor) for field, tensor in weight.tensors().items()), key
 
 
 def ints(*shape):
