@@ -6,20 +6,22 @@
 namespace hal_cpu {
 namespace {
 
-// Twelve chains: a multiply-add takes four cycles and two start in each.
+// Twelve chains: a multiply-add takes four cycles and two start in each. The accumulators have names: an array of them would be kept
+// in memory, and the stores would be what is measured.
+#define HAL_PROBE_TWELVE(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11)
+#define HAL_PROBE_ZERO(J) __m256 a##J = _mm256_setzero_ps();
+#define HAL_PROBE_FMA(J) __asm__ volatile("vfmadd231ps %2, %1, %0" : "+x"(a##J) : "x"(x), "x"(y));
+#define HAL_PROBE_ADD(J) sum = _mm256_add_ps(sum, a##J);
+
 void fma(int64_t steps, char* scratch) {
-  __m256 a[12];
-  for (__m256& v : a) v = _mm256_setzero_ps();
+  HAL_PROBE_TWELVE(HAL_PROBE_ZERO)
   const __m256 x = _mm256_set1_ps(0.5f), y = _mm256_set1_ps(0.25f);
   for (int64_t i = 0; i < steps; ++i) {
-#pragma GCC unroll 12
-    for (int j = 0; j < 12; ++j) {
-      a[j] = _mm256_fmadd_ps(x, y, a[j]);
-      __asm__ volatile("" : "+x"(a[j]));
-    }
+    HAL_PROBE_TWELVE(HAL_PROBE_FMA)
   }
-  for (int j = 1; j < 12; ++j) a[0] = _mm256_add_ps(a[0], a[j]);
-  _mm256_store_ps(reinterpret_cast<float*>(scratch), a[0]);
+  __m256 sum = _mm256_setzero_ps();
+  HAL_PROBE_TWELVE(HAL_PROBE_ADD)
+  _mm256_store_ps(reinterpret_cast<float*>(scratch), sum);
 }
 
 }  // namespace

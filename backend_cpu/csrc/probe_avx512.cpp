@@ -6,37 +6,29 @@
 namespace hal_cpu {
 namespace {
 
-void fma(int64_t steps, char* scratch) {
-  __m512 a[12];
-  for (__m512& v : a) v = _mm512_setzero_ps();
-  const __m512 x = _mm512_set1_ps(0.5f), y = _mm512_set1_ps(0.25f);
-  for (int64_t i = 0; i < steps; ++i) {
-#pragma GCC unroll 12
-    for (int j = 0; j < 12; ++j) {
-      a[j] = _mm512_fmadd_ps(x, y, a[j]);
-      __asm__ volatile("" : "+v"(a[j]));
-    }
+// Twelve accumulators with names: an array of them would be kept in memory, and the stores would be what is measured. The dot
+// products are spelled as instructions, since this unit is built without them and runs where only some of them are there.
+#define HAL_PROBE_TWELVE(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11)
+#define HAL_PROBE_ZERO(J) __m512i a##J = _mm512_setzero_si512();
+#define HAL_PROBE_XOR(J) sum = _mm512_xor_si512(sum, a##J);
+#define HAL_PROBE_LOOP(NAME, STEP, OPERAND)                  \
+  void NAME(int64_t steps, char* scratch) {                  \
+    HAL_PROBE_TWELVE(HAL_PROBE_ZERO)                         \
+    const __m512i x = OPERAND, y = x;                        \
+    for (int64_t i = 0; i < steps; ++i) {                    \
+      HAL_PROBE_TWELVE(STEP)                                 \
+    }                                                        \
+    __m512i sum = _mm512_setzero_si512();                    \
+    HAL_PROBE_TWELVE(HAL_PROBE_XOR)                          \
+    _mm512_store_si512(scratch, sum);                        \
   }
-  for (int j = 1; j < 12; ++j) a[0] = _mm512_add_ps(a[0], a[j]);
-  _mm512_store_ps(scratch, a[0]);
-}
+#define HAL_PROBE_FMA(J) __asm__ volatile("vfmadd231ps %2, %1, %0" : "+v"(a##J) : "v"(x), "v"(y));
+#define HAL_PROBE_BF16(J) __asm__ volatile("vdpbf16ps %2, %1, %0" : "+v"(a##J) : "v"(x), "v"(y));
+#define HAL_PROBE_INT8(J) __asm__ volatile("vpdpbusd %2, %1, %0" : "+v"(a##J) : "v"(x), "v"(y));
 
-// The dot products are spelled as instructions: this unit may run where only some of them are there.
-#define HAL_PROBE_DOT(NAME, INSTRUCTION, CODE)                                                  \
-  void NAME(int64_t steps, char* scratch) {                                                     \
-    __m512i a[12];                                                                              \
-    for (__m512i& v : a) v = _mm512_setzero_si512();                                            \
-    const __m512i x = _mm512_set1_epi16(CODE), y = x;                                           \
-    for (int64_t i = 0; i < steps; ++i) {                                                       \
-      _Pragma("GCC unroll 12") for (int j = 0; j < 12; ++j)                                     \
-          __asm__ volatile(INSTRUCTION " %2, %1, %0" : "+v"(a[j]) : "v"(x), "v"(y));            \
-    }                                                                                           \
-    for (int j = 1; j < 12; ++j) a[0] = _mm512_xor_si512(a[0], a[j]);                           \
-    _mm512_store_si512(scratch, a[0]);                                                          \
-  }
-
-HAL_PROBE_DOT(bf16_dot, "vdpbf16ps", 0x3f00)  // 0.5: zeros may be quicker than numbers
-HAL_PROBE_DOT(int8_dot, "vpdpbusd", 0x0102)
+HAL_PROBE_LOOP(fma, HAL_PROBE_FMA, _mm512_castps_si512(_mm512_set1_ps(0.5f)))
+HAL_PROBE_LOOP(bf16_dot, HAL_PROBE_BF16, _mm512_set1_epi16(0x3f00))  // 0.5: zeros may be quicker than numbers
+HAL_PROBE_LOOP(int8_dot, HAL_PROBE_INT8, _mm512_set1_epi16(0x0102))
 
 }  // namespace
 
