@@ -1,12 +1,12 @@
-// Products of records with matrix tiles: a block of two tiles of weights is expanded once for all
-// rows of a band, then 32 rows at a time are multiplied with it. Included inside an anonymous
+// Products of records with matrix tiles: a block of a few tiles of weights is expanded once for all
+// rows of a band, then 16 rows at a time are multiplied with it. Included inside an anonymous
 // namespace, after amx.h, amx_expand.inc.h and vnni_block.inc.h.
 //
 // Sums of bytes are the same integers as in vnni_block.inc.h, and the roundings that follow are the
 // same sequence, so that rows may go either way.
 
 // Fewer rows than this are multiplied by vector instructions, which need no whole tile.
-constexpr int64_t kFewRows = 5;
+constexpr int64_t kFewRows = 6;
 
 static void amx_enter() {
   TileConfig config = {};
@@ -28,36 +28,44 @@ HAL_INLINE void multiply() {
   else tile_dot_bf16<C, A, B>();
 }
 
-// Sums of up to 32 rows with two tiles of weights over `steps` tiles of k: [row half][tile][16][16].
-template <Multiply HOW>
-static void tile_products(const char* rows, int64_t stride, bool both, const char* weights,
-                          int64_t steps, char* sums) {
-  const char* second = rows + 16 * stride;
-  const char* next = weights + steps * kTileBytes;
-  tile_zero<0>(), tile_zero<1>();
-  if (both) {
-    tile_zero<2>(), tile_zero<3>();
-    for (int64_t s = 0; s < steps; ++s) {
-      tile_load<4>(rows + s * 64, stride);
-      tile_load<6>(weights + s * kTileBytes, 64);
-      multiply<HOW, 0, 4, 6>();
-      tile_load<7>(next + s * kTileBytes, 64);
-      multiply<HOW, 1, 4, 7>();
-      tile_load<5>(second + s * 64, stride);
-      multiply<HOW, 2, 5, 6>();
-      multiply<HOW, 3, 5, 7>();
+// Loads the B tile of weights and multiplies it with the A tile of rows.
+template <Multiply HOW, int C, int B>
+HAL_INLINE void tile_step(const char* weights) {
+  tile_load<B>(weights, 64);
+  multiply<HOW, C, 4, B>();
+}
+
+// Sums of 16 rows with `TILES` tiles of weights over `steps` tiles of k: [tile][16][16]. After each
+// product it calls between(how many there were, of how many), so that vector work fills the time
+// that the tiles take; what the core looks ahead is too short to find it by itself. Of the rows at
+// `later` it fetches what the next 16 will need.
+template <Multiply HOW, int TILES, class F>
+HAL_INLINE void tile_products(const char* rows, const char* later, int64_t stride,
+                              const char* weights, int64_t steps, char* sums, const F& between) {
+  tile_zero<0>();
+  if constexpr (TILES > 1) tile_zero<1>();
+  if constexpr (TILES > 2) tile_zero<2>(), tile_zero<3>();
+  const int64_t next = steps * kTileBytes, all = steps * TILES;
+  for (int64_t s = 0; s < steps; ++s, weights += kTileBytes) {
+    tile_load<4>(rows + s * 64, stride);
+    for (int64_t r = 0; r < 16; ++r) __builtin_prefetch(later + r * stride + s * 64);
+    tile_step<HOW, 0, 5>(weights);
+    between(s * TILES + 1, all);
+    if constexpr (TILES > 1) {
+      tile_step<HOW, 1, 6>(weights + next);
+      between(s * TILES + 2, all);
     }
-    tile_store<2>(sums + 2 * kTileBytes, 64), tile_store<3>(sums + 3 * kTileBytes, 64);
-  } else {
-    for (int64_t s = 0; s < steps; ++s) {
-      tile_load<4>(rows + s * 64, stride);
-      tile_load<6>(weights + s * kTileBytes, 64);
-      multiply<HOW, 0, 4, 6>();
-      tile_load<7>(next + s * kTileBytes, 64);
-      multiply<HOW, 1, 4, 7>();
+    if constexpr (TILES > 2) {
+      tile_step<HOW, 2, 7>(weights + 2 * next);
+      between(s * TILES + 3, all);
+      tile_step<HOW, 3, 5>(weights + 3 * next);
+      between(s * TILES + 4, all);
     }
   }
-  tile_store<0>(sums, 64), tile_store<1>(sums + kTileBytes, 64);
+  tile_store<0>(sums, 64);
+  if constexpr (TILES > 1) tile_store<1>(sums + kTileBytes, 64);
+  if constexpr (TILES > 2)
+    tile_store<2>(sums + 2 * kTileBytes, 64), tile_store<3>(sums + 3 * kTileBytes, 64);
 }
 
 // What one block adds to a tile of results: sum * scale, and `shift` times the sum of activations.
@@ -82,29 +90,37 @@ static Addend addend(const Matrix& m, const Records& f, int64_t tile, int64_t g,
   return a;
 }
 
-// Adds one block's sums [16][16] of `rows` rows to `out`, or begins it.
-template <Operand OPERAND, bool SHIFT, bool ZERO>
-static void add_sums(const char* sums, const Addend& a, const Records& f, int64_t block, bool first,
-                     const char* records, int64_t rows, float* out, int64_t step) {
-  for (int64_t r = 0; r < rows; ++r) {
+// Adds rows [from, end) of one block's sums [tile][16][16] to `out`, or begins it.
+template <Operand OPERAND, bool SHIFT, bool ZERO, int TILES>
+HAL_INLINE void add_sums(const char* sums, const Addend* a, const Records& f, int64_t block,
+                         const char* records, int64_t from, int64_t end, float* out,
+                         int64_t step) {
+  for (int64_t r = from; r < end; ++r) {
     const char* record = records + r * f.stride;
-    const VF total = first ? vzero() : vload(out + r * step);
-    VF value;
-    VF shifted;
-    if constexpr (OPERAND == kBf16) {
-      value = vload((const float*)(sums + r * 64));
-      if (SHIFT) shifted = _mm512_castsi512_ps(dword(record + f.sums_at + block * 4));
+    VF own = vzero(), shifted = vzero();
+    VI all = _mm512_setzero_si512();
+    if (SHIFT || ZERO) all = dword(record + f.sums_at + block * 4);
+    if (OPERAND == kBf16) {
+      shifted = _mm512_castsi512_ps(all);
     } else {
-      const VF own = _mm512_castsi512_ps(dword(record + f.scales_at + block * 4));
-      VI sum = iload((const int32_t*)(sums + r * 64));
-      const VI all = SHIFT || ZERO ? dword(record + f.sums_at + block * 4) : sum;
-      if (ZERO) sum = _mm512_add_epi32(sum, _mm512_mullo_epi32(a.zero, all));
+      own = _mm512_castsi512_ps(dword(record + f.scales_at + block * 4));
       if (SHIFT) shifted = vmul(_mm512_cvtepi32_ps(all), own);
-      value = vmul(_mm512_cvtepi32_ps(sum), own);
     }
-    VF result = vfma(value, a.scale, total);
-    if (SHIFT) result = vfma(shifted, a.shift, result);
-    vstore(out + r * step, result);
+#pragma GCC unroll 4
+    for (int c = 0; c < TILES; ++c) {
+      const VF total = block ? vload(out + r * step + c * kTile) : vzero();
+      VF value;
+      if (OPERAND == kBf16) {
+        value = vload((const float*)(sums + c * kTileBytes + r * 64));
+      } else {
+        VI sum = iload((const int32_t*)(sums + c * kTileBytes + r * 64));
+        if (ZERO) sum = _mm512_add_epi32(sum, _mm512_mullo_epi32(a[c].zero, all));
+        value = vmul(_mm512_cvtepi32_ps(sum), own);
+      }
+      VF result = vfma(value, a[c].scale, total);
+      if (SHIFT) result = vfma(shifted, a[c].shift, result);
+      vstore(out + r * step + c * kTile, result);
+    }
   }
 }
 
@@ -113,44 +129,49 @@ struct Block {
   int64_t index, g, word, words;
 };
 
-template <Operand OPERAND, bool SHIFT, bool ZERO, Multiply HOW>
+template <Operand OPERAND, bool SHIFT, bool ZERO, Multiply HOW, int TILES>
 static void amx_block(const Matrix& m, const Records& f, const Block& b, int64_t tile,
-                      int64_t tiles, const VF* folded, const BlockRows& rows, char* weights,
-                      float* out, int64_t step) {
+                      const VF* folded, const BlockRows& rows, char* weights, float* out,
+                      int64_t step) {
   const int64_t per_word = 32 / m.bits, size = OPERAND == kBf16 ? 2 : 1;
   const int64_t steps = (b.words * per_word * size + 63) / 64;
-  Addend a[2];
-  for (int64_t c = 0; c < 2; ++c) {
+  Addend a[TILES];
+  for (int c = 0; c < TILES; ++c) {
     char* to = weights + c * steps * kTileBytes;
-    // The second of two tiles may be missing: its sums are of the first and go nowhere.
-    const int64_t own = tile + (c < tiles ? c : 0);
-    a[c] = addend(m, f, own, b.g, folded[c]);
-    if (OPERAND == kBf16) expand_bf16(m, own, b.word, b.words, steps, to);
+    a[c] = addend(m, f, tile + c, b.g, folded[c]);
+    if (OPERAND == kBf16) expand_bf16(m, tile + c, b.word, b.words, steps, to);
     else if (OPERAND == kInt8Rescaled)
-      expand_folded(m, own, folded[c], b.word, b.words, steps, to);
-    else expand_bytes(m, own, b.g, b.word, b.words, steps, to);
+      expand_folded(m, tile + c, folded[c], b.word, b.words, steps, to);
+    else expand_bytes(m, tile + c, b.g, b.word, b.words, steps, to);
   }
-  alignas(64) char sums[2][4 * kTileBytes];
-  for (int64_t r = 0, turn = 0; r < rows.count; r += 32, ++turn) {
-    const char* records = rows.records + r * f.stride;
-    char* own = sums[turn & 1];
-    const int64_t left = rows.count - r;
-    tile_products<HOW>(records + b.word * per_word * size, f.stride, left > 16, weights, steps, own);
-    for (int64_t half = 0; half < 2 && half * 16 < left; ++half)
-      for (int64_t c = 0; c < tiles; ++c)
-        add_sums<OPERAND, SHIFT, ZERO>(own + (half * 2 + c) * kTileBytes, a[c], f, b.index,
-                                       b.index == 0, records + half * 16 * f.stride,
-                                       left - half * 16 < 16 ? left - half * 16 : 16,
-                                       out + (r + half * 16) * step + c * kTile, step);
+  // While the tiles multiply 16 rows, the sums of the 16 before are added.
+  alignas(64) char sums[2][TILES * kTileBytes];
+  const char* first = rows.records + b.word * per_word * size;
+  const auto add = [&](int64_t at, int64_t from, int64_t end) {
+    const int64_t left = rows.count - at;
+    add_sums<OPERAND, SHIFT, ZERO, TILES>(sums[at / 16 & 1], a, f, b.index,
+                                          rows.records + at * f.stride, from,
+                                          end < left ? end : left, out + at * step, step);
+  };
+  for (int64_t r = 0; r < rows.count; r += 16) {
+    const char* own = first + r * f.stride;
+    // Behind the last rows come the first ones, a block later.
+    const char* later = r + 16 < rows.count ? own + 16 * f.stride : first + steps * 64;
+    tile_products<HOW, TILES>(own, later, f.stride, weights, steps, sums[r / 16 & 1],
+                              [&](int64_t done, int64_t all) {
+                                if (r) add(r - 16, 16 * (done - 1) / all, 16 * done / all);
+                              });
   }
+  add((rows.count - 1) / 16 * 16, 0, 16);
 }
 
-static void amx_any(const Matrix& m, const Records& f, const Block& b, int64_t tile, int64_t tiles,
+template <int TILES>
+static void amx_any(const Matrix& m, const Records& f, const Block& b, int64_t tile,
                     const VF* folded, const BlockRows& rows, char* weights, float* out,
                     int64_t step) {
   const bool shift = m.zero != kZeroNone, minimum = m.zero == kZeroMinimum;
 #define HAL_AMX_BLOCK(...) \
-  return amx_block<__VA_ARGS__>(m, f, b, tile, tiles, folded, rows, weights, out, step)
+  return amx_block<__VA_ARGS__, TILES>(m, f, b, tile, folded, rows, weights, out, step)
   if (f.operand == kBf16) {
     if (shift) HAL_AMX_BLOCK(kBf16, true, false, kHalves);
     HAL_AMX_BLOCK(kBf16, false, false, kHalves);
@@ -163,13 +184,15 @@ static void amx_any(const Matrix& m, const Records& f, const Block& b, int64_t t
 #undef HAL_AMX_BLOCK
 }
 
-// All blocks of up to two tiles for all rows.
-static void amx_pair(const Matrix& m, const Records& f, int64_t tile, int64_t tiles,
-                     const BlockRows& rows, char* weights, float* out, int64_t step) {
+// All blocks of TILES tiles for all rows.
+template <int TILES>
+static void amx_tiles(const Matrix& m, const Records& f, int64_t tile, const BlockRows& rows,
+                      float* out, int64_t step) {
+  alignas(64) char weights[TILES * kIntegerRun * kTile];
   const int64_t per_word = 32 / m.bits;
-  VF folded[2] = {vzero(), vzero()};
-  if (f.operand == kInt8Rescaled)
-    for (int64_t c = 0; c < tiles; ++c) folded[c] = folded_scale(m, tile + c);
+  VF folded[TILES];
+  for (int c = 0; c < TILES; ++c)
+    folded[c] = f.operand == kInt8Rescaled ? folded_scale(m, tile + c) : vzero();
   // Rescaled rows have no groups.
   const int64_t group_words = f.group >= m.k ? m.words : f.group / per_word;
   const int64_t block_words = f.block >= f.group ? group_words : f.block / per_word;
@@ -178,23 +201,25 @@ static void amx_pair(const Matrix& m, const Records& f, int64_t tile, int64_t ti
     const int64_t last = first + group_words < m.words ? first + group_words : m.words;
     for (b.word = first; b.word < last; b.word += block_words, ++b.index) {
       b.words = b.word + block_words < last ? block_words : last - b.word;
-      amx_any(m, f, b, tile, tiles, folded, rows, weights, out, step);
+      amx_any<TILES>(m, f, b, tile, folded, rows, weights, out, step);
     }
   }
 }
 
 static void amx_totals(const Matrix& m, const Records& f, int64_t tile, int64_t tiles,
                        const BlockRows& rows, float* out, int64_t step) {
-  // One block of two tiles of weights; a block of bf16 is at most kBlock long.
-  alignas(64) char weights[2 * kIntegerRun * kTile];
   int64_t most = rows.count;
   if (f.operand == kInt8Token || f.operand == kInt8Group) {
     const int64_t rest = rows.count % 16;
     if (rest < kFewRows) most -= rest;
   }
-  for (int64_t c = 0; c < tiles && most; c += 2)
-    amx_pair(m, f, tile + c, tiles - c < 2 ? tiles - c : 2, {rows.records, most}, weights,
-             out + c * kTile, step);
+  const BlockRows all{rows.records, most};
+  for (int64_t c = 0; c < tiles && most;) {
+    float* to = out + c * kTile;
+    if (tiles - c >= 4) amx_tiles<4>(m, f, tile + c, all, to, step), c += 4;
+    else if (tiles - c >= 2) amx_tiles<2>(m, f, tile + c, all, to, step), c += 2;
+    else amx_tiles<1>(m, f, tile + c, all, to, step), c += 1;
+  }
   if (most < rows.count)
     vnni_totals(m, f, tile, tiles, {rows.records + most * f.stride, rows.count - most},
                 out + most * step, step);

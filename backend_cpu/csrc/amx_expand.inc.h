@@ -4,11 +4,15 @@
 
 constexpr int64_t kTileBytes = 1024;
 
+// Each expansion fetches the words of the block after its own, which is wanted when the products of
+// this one are done.
+
 // Bytes of 4-bit codes: two rows for each word, each minus `less`.
 static void expand_nibbles(const int32_t* code, int64_t words, VI flip, VI less, char* to) {
   const VI low = iset(0x0f0f0f0f);
   for (int64_t i = 0; i < words; ++i) {
     const VI word = iload(code + i * kTile);
+    __builtin_prefetch(code + (i + words) * kTile, 0, 2);
     const VI a = _mm512_ternarylogic_epi32(word, low, flip, 0x6a);
     const VI b = _mm512_ternarylogic_epi32(ishr(word, 4), low, flip, 0x6a);
     _mm512_store_si512(to + i * 128, _mm512_sub_epi8(a, less));
@@ -64,6 +68,7 @@ static void expand_folded(const Matrix& m, int64_t tile, VF folded, int64_t word
     step = _mm512_or_si512(_mm512_and_si512(step, iset(0xffff)), _mm512_slli_epi32(step, 16));
     for (; i < end; ++i) {
       const VI w = iload(code + i * kTile);
+      __builtin_prefetch(code + (i + words) * kTile, 0, 2);
       // In each half of a word the codes of k, k+4, k+1, k+5, from the low end.
       const auto whole = [&](VI v) {
         return _mm512_mulhrs_epi16(_mm512_and_si512(_mm512_srai_epi16(v, 8), high), step);
@@ -88,6 +93,7 @@ static void expand_bf16(const Matrix& m, int64_t tile, int64_t word, int64_t wor
     const VI table = dot_table(m.zero);
     for (int64_t i = 0; i < words; ++i) {
       const VI w = iload(code + i * kTile);
+      __builtin_prefetch(code + (i + words) * kTile, 0, 2);
 #pragma GCC unroll 4
       for (int j = 0; j < 4; ++j)
         _mm512_store_si512(to + i * 256 + j * 64,

@@ -11,6 +11,8 @@ namespace {
 #include "dot_block.inc.h"
 #include "epilogue.inc.h"
 #include "encode.inc.h"
+// Measured: on Intel's cores with AMX four streams are faster than one.
+constexpr int kStreams = 4;
 #include "vnni_block.inc.h"
 #include "amx.h"
 #include "amx_expand.inc.h"

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 
 #include "moe_routing.h"
 #include "parallel.h"
@@ -144,17 +145,17 @@ void BlockTurn::by_expert(const Inputs& gate, const Inputs& up, const Inputs& do
   run_tasks(static_cast<int64_t>(bands_.size()), worth_, [&](int64_t i) {
     const Band& b = bands_[static_cast<size_t>(i)];
     // encode() takes from the same use, so the band's rows are its own.
-    std::vector<float> h(static_cast<size_t>(b.count * h_step_));
+    const auto h = std::make_unique_for_overwrite<float[]>(static_cast<size_t>(b.count * h_step_));
     {
       TaskScratch own(TaskScratch::bytes_for(2 * kBandFloats, 4));
       auto* work = own.take<float>(2 * kBandFloats);
       kernels_.enter();
       for (int64_t tile = 0; tile < tiles; tile += kTilesPerCall)
-        gate_up(b, tile, std::min(kTilesPerCall, tiles - tile), gate, up, work, h.data());
+        gate_up(b, tile, std::min(kTilesPerCall, tiles - tile), gate, up, work, h.get());
       kernels_.leave();
     }
     for (int64_t r = 0; r < b.count; ++r)
-      encode_hidden(b.begin + r, b.expert, h.data() + r * h_step_, down);
+      encode_hidden(b.begin + r, b.expert, h.get() + r * h_step_, down);
   });
 }
 

@@ -9,9 +9,9 @@ namespace hal_cpu {
 // What becomes of activations: int8 codes with one scale per row, or per span of k; or bf16.
 enum Operand { kInt8Token = 0, kInt8Group = 1, kInt8Rescaled = 2, kBf16 = 3 };
 
-// Longest run of k whose products of bytes are summed as integers: far from overflow, and short
-// enough that expanded weights stay near the core. Of bf16 it is half.
-constexpr int64_t kIntegerRun = int64_t{1} << 11;
+// Longest run of k that one sum of products covers: far from overflow of bytes, and short enough
+// that the expanded weights of a few tiles stay in the first cache. Of bf16 it is half.
+constexpr int64_t kIntegerRun = 512;
 // Bytes that the operands of a record are a multiple of: one row of a matrix tile.
 constexpr int64_t kRecordStep = 64;
 

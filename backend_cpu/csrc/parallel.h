@@ -1,5 +1,6 @@
 // Work sharing over torch's own threads, and scratch memory that outlives a call.
 #pragma once
+#include <sys/mman.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <atomic>
@@ -47,9 +48,16 @@ class ScratchFor {
     if (c.size < bytes) {
       std::free(c.data);
       c.size = 0;
-      c.data = std::aligned_alloc(64, (bytes + 63) / 64 * 64);
-      if (!c.data) throw std::bad_alloc();
-      c.size = bytes;
+      // Large regions begin where a huge page may: without those, a long prompt's records cost
+      // more in page faults than in writing.
+      const size_t step = bytes < kHuge ? 64 : kHuge;
+      c.size = (bytes + step - 1) / step * step;
+      c.data = std::aligned_alloc(step, c.size);
+      if (!c.data) {
+        c.size = 0;
+        throw std::bad_alloc();
+      }
+      if (step == kHuge) (void)madvise(c.data, c.size, MADV_HUGEPAGE);
     }
     next_ = static_cast<char*>(c.data);
     end_ = next_ + c.size;
@@ -78,7 +86,9 @@ class ScratchFor {
   }
 
  private:
-  static constexpr size_t kKept = size_t{4} << 20;
+  static constexpr size_t kHuge = size_t{2} << 20;
+  // What a thread keeps from call to call: enough for a block of experts over a thousand tokens.
+  static constexpr size_t kKept = size_t{USE == Use::kCall ? 64 : 4} << 20;
   struct Cache {
     void* data = nullptr;
     size_t size = 0;

@@ -78,7 +78,7 @@ Records records_for(const Matrix& w, Operand operand) {
   r.group = operand == kInt8Rescaled ? w.k : w.group;
   r.span = operand == kInt8Group ? span_of(w) : 0;
   const int64_t whole = r.span ? std::min(r.span, r.group) : r.group;
-  r.block = std::min(whole, half || operand == kInt8Rescaled ? kIntegerRun / 2 : kIntegerRun);
+  r.block = std::min(whole, half ? kIntegerRun / 2 : kIntegerRun);
   r.blocks = count_blocks(w.k, r);
   r.scales_at = half ? 2 * r.padded : r.padded;
   r.sums_at = r.scales_at + r.blocks * 4;

@@ -45,9 +45,9 @@ HAL_INLINE void add_word(const int32_t* const* code, int64_t i, int64_t words, c
     }
 }
 
-// The words of one tile follow each other in memory, and so do the tiles: few rows take one tile at
-// a time, as one stream for the prefetcher, and sum U words apart, since each product must wait for
-// the last.
+// The words of one tile follow each other in memory, and so do the tiles: few rows take kStreams
+// tiles at a time, as that many streams for the prefetcher, and sum U words apart, since each product
+// must wait for the last.
 template <int BITS, ZeroKind ZERO, int R, int C, int U>
 static __attribute__((noinline)) void vnni_block(const Matrix& m, const Records& f, int64_t tile,
                                                  const char* rows, float* out, int64_t step) {
@@ -151,7 +151,7 @@ template <int R>
 static void vnni_rows(const Matrix& m, const Records& f, int64_t tile, int64_t tiles,
                       const char* rows, float* out, int64_t step) {
   // As many tiles as leave registers for the codes beside the sums.
-  constexpr int C = R > 4 ? 2 : R > 2 ? 4 : 1, U = R > 2 ? 1 : 4;
+  constexpr int C = R > 4 ? 2 : R > 2 ? 4 : kStreams, U = R > 2 ? 1 : 4 / kStreams;
   int64_t c = 0;
   for (; c + C <= tiles; c += C) vnni_any<R, C, U>(m, f, tile + c, rows, out + c * kTile, step);
   if constexpr (C > 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import distribution
 from typing import TYPE_CHECKING
 
-from hal_backend_cpu import kernels, kernels_int8, kv_kernels
+from hal_backend_cpu import kernels, kernels_amx, kernels_int8, kv_kernels
 from hal_backend_cpu.unpack import CpuUnpacker
 from hal_core.manifest import FILE_NAME, BackendManifest
 
@@ -26,7 +26,7 @@ class CpuBackend:
         return tuple(device for device in machine.devices if device.kind == "cpu" and device.architecture == "x86_64")
 
     def kernels(self) -> tuple[Kernel, ...]:
-        return (*kernels.KERNELS, *kernels_int8.KERNELS, *kv_kernels.KERNELS)
+        return (*kernels.KERNELS, *kernels_int8.KERNELS, *kernels_amx.KERNELS, *kv_kernels.KERNELS)
 
     def unpackers(self) -> tuple[CpuUnpacker, ...]:
         return (CpuUnpacker(),)

@@ -20,7 +20,7 @@ _GROUP = replace(_TOKEN, activations=(ActivationQuant("int8", "g128"),))
 #: Activations without outliers: a step of 1/127 of the largest of a token or of 128 values.
 _TOKEN_BOUND, _GROUP_BOUND = 4e-2, 3e-2
 #: Of experts, whose hidden rows have few large values, and where minima that cancel magnify a step; 2e-2 and 1.5e-2 are usual.
-_EXPERTS_TOKEN_BOUND, _EXPERTS_GROUP_BOUND = 0.12, 0.06
+_EXPERTS_TOKEN_BOUND, _EXPERTS_GROUP_BOUND = 0.15, 0.1
 #: Above every exact kernel, and the finer scales, which cost nothing, above the coarser ones.
 _TOKEN_RANK, _GROUP_RANK = 400, 410
 _SPAN = 128

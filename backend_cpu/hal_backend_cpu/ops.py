@@ -21,8 +21,10 @@ from hal_core.weight_checks import (
 )
 
 if TYPE_CHECKING:
+    from hal_core.canonical import QuantizedTensor
     from hal_core.kernel import LinearWeights, MoEWeights
     from hal_core.spec import EmbeddingSpec, LinearSpec, MoESpec
+    from hal_core.transforms import WeightTransform
 
 __all__ = ["CpuEmbedding", "CpuLinear", "CpuMoE"]
 
@@ -57,13 +59,22 @@ def _first_line(error: Exception) -> str:
     return str(error).splitlines()[0]
 
 
-class CpuLinear(QuantLinear):
-    """``y = x @ w.T + bias``: operands exact, float32 sums in a fixed order, one rounding."""
+def _check_change(change: WeightTransform | None, *weights: QuantizedTensor | None) -> None:
+    """Raise unless a change that the kernel makes as it reads the weights stays within its bound for these."""
+    for weight in weights if change is not None else ():
+        if weight is not None and not weight.values.is_meta:
+            for each in (weight,) if len(weight.shape) == 2 else map(weight.expert, range(weight.shape[0])):
+                change.apply(each)
 
-    def __init__(self, spec: LinearSpec, weights: LinearWeights, isa: str) -> None:
+
+class CpuLinear(QuantLinear):
+    """``y = x @ w.T + bias``: float32 sums in a fixed order, one rounding; operands exact, or as the level treats them."""
+
+    def __init__(self, spec: LinearSpec, weights: LinearWeights, isa: str, change: WeightTransform | None = None) -> None:
         super().__init__()
         check_linear_weights(spec, weights)
-        self.spec, self.isa, self.kinds = spec, isa, kinds_of(weights)
+        self.spec, self.isa, self.kinds, self.change = spec, isa, kinds_of(weights), change
+        _check_change(change, weights.weight)
         self.weight = PackedMatrix(weights.weight)
         self.register_buffer("bias", None if weights.bias is None else weights.bias.float())
 
@@ -73,6 +84,7 @@ class CpuLinear(QuantLinear):
     def update(self, weights: LinearWeights) -> None:
         check_linear_weights(self.spec, weights)
         check_same_kind(self.kinds, weights)
+        _check_change(self.change, weights.weight)
         self.weight.update(weights.weight)
         if self.bias is not None:
             self.bias.copy_(weights.bias)
@@ -109,10 +121,11 @@ class CpuEmbedding(QuantEmbedding):
 class CpuMoE(MoEExperts):
     """Routing, gate, up, activation, down and the weighted sum in one native call."""
 
-    def __init__(self, spec: MoESpec, weights: MoEWeights, isa: str) -> None:
+    def __init__(self, spec: MoESpec, weights: MoEWeights, isa: str, change: WeightTransform | None = None) -> None:
         super().__init__()
         check_moe_weights(spec, weights)
-        self.spec, self.isa, self.kinds = spec, isa, kinds_of(weights)
+        self.spec, self.isa, self.kinds, self.change = spec, isa, kinds_of(weights), change
+        _check_change(change, weights.gate, weights.up, weights.down)
         self.gate = None if weights.gate is None else PackedMatrix(weights.gate)
         self.up, self.down = PackedMatrix(weights.up), PackedMatrix(weights.down)
         for name in ("gate_bias", "up_bias", "down_bias"):
@@ -160,6 +173,7 @@ class CpuMoE(MoEExperts):
     def update(self, weights: MoEWeights) -> None:
         check_moe_weights(self.spec, weights)
         check_same_kind(self.kinds, weights)
+        _check_change(self.change, weights.gate, weights.up, weights.down)
         for name in ("gate", "up", "down"):
             matrix: nn.Module | None = getattr(self, name)
             if matrix is not None:

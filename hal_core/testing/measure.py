@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hal_core.kernel import Kernel
     from hal_core.spec import Spec
 
-__all__ = ["RoundedRuler", "Ruler", "allowed", "allowed_rounded", "same_bits"]
+__all__ = ["USUAL", "RoundedRuler", "Ruler", "allowed", "allowed_rounded", "same_bits"]
 
 #: Largest relative L2 error of a kernel that rounds to this type and is otherwise exact. Int8 activations of one scale a token
 #: cost about 1e-2 where they have no outliers, and more where they have: a kernel that quantizes in silence is over each of these.
@@ -25,6 +25,8 @@ _ONE_STEP = 2e-2
 #: e4m3 steps are up to an eighth of a value. Where the operand of a second product was rounded to bf16 before, one in thirty takes the
 #: other of two neighbours.
 _FP8_STEPS = 2.5e-2
+#: A bound that allows for the worst of weights says little of what is usual: that is not more than this.
+USUAL = 3e-2
 #: So many rows have a middle that says something.
 _MOST = 16
 #: One row has fewer numbers to average over than the whole.
@@ -36,7 +38,9 @@ def allowed(kernel: Kernel[Any], spec: Spec) -> float:
     n = kernel.numerics
     if n.activations or n.weights != "as_stored":
         return kernel.error_bound
-    return min(kernel.error_bound, _EXACT[_coarsest(kernel, spec)])
+    # a declared operand is rounded before each product, and experts have two in a row
+    times = 2 if n.operand != "own" and hasattr(spec, "intermediate") else 1
+    return min(kernel.error_bound, times * _EXACT[_coarsest(kernel, spec)])
 
 
 def allowed_rounded(kernel: Kernel[Any], spec: Spec) -> float:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hal_core.dtypes import torch_dtype
-from hal_core.testing.measure import RoundedRuler, Ruler, allowed, allowed_rounded
+from hal_core.testing.measure import USUAL, RoundedRuler, Ruler, allowed, allowed_rounded
 from hal_core.testing.rounding import rounding_of
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Subject(ABC):
     @property
     def closest_bound(self) -> float:
         """Against the truth that computes most like the kernel."""
-        return allowed_rounded(self.kernel, self.spec) if rounding_of(self.kernel, self.spec) else self.bound
+        return allowed_rounded(self.kernel, self.spec) if rounding_of(self.kernel, self.spec) else min(self.bound, USUAL)
 
     def ruler(self, inputs: Inputs, weights: Any = None) -> Ruler:
         """Measures results for ``inputs``."""
