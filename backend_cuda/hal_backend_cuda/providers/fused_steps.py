@@ -27,24 +27,38 @@ _ONE = 1024
 _SHARE = 256
 
 
-def fastest_steps(device: torch.device) -> MoESteps:
-    """Triton's where it is installed and the device is one that it serves, else plain torch."""
+def fastest_steps(device: torch.device, experts: int) -> MoESteps:
+    """Steps for so many local experts: Triton's where it is installed and the device is one that it serves, else plain torch."""
     if device.type != "cuda" or util.find_spec("triton") is None:
         return TorchSteps()
-    return TritonSteps(device)
+    return TritonSteps(device, experts)
 
 
 def _power(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
 
 
+def _lanes(experts: int) -> int:
+    """Entries of an array that holds a number for each expert."""
+    return _power(max(experts, 16))
+
+
 class TritonSteps:
     """Fused steps of one op. Its scratch is its own: calls of one op on several streams must not overlap, as for any op here."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, experts: int | None = None) -> None:
         self.device = device
         self.flag = device_flag(device)
         self.scratch: dict[int, Tensor] = {}
+        if experts is not None:
+            # here, and not in a first call that a graph may capture
+            self._scratch(_lanes(experts), device)
+
+    def __deepcopy__(self, memo: object) -> TritonSteps:
+        """Its own scratch; the flag is the device's."""
+        found = TritonSteps(self.device)
+        found.scratch = {lanes: torch.zeros_like(scratch) for lanes, scratch in self.scratch.items()}
+        return found
 
     def sort(self, route: Route, block: int, places: int) -> Sorted:
         from hal_backend_cuda.providers import step_kernels
@@ -61,7 +75,7 @@ class TritonSteps:
                 HAS_MAP=mapped, P=_power(numel), BM=block, BM2=_power(block),
             )  # fmt: skip
             return Sorted(ids, experts, padded)
-        lanes = _power(max(route.experts, 16))
+        lanes = _lanes(route.experts)
         scratch = self._scratch(lanes, device)
         sizes = (numel, route.num_experts, route.experts, top_k)
         settings = {"HAS_MAP": mapped, "BM": block, "E": lanes, "FILL": min(32, block & -block)}
@@ -71,18 +85,19 @@ class TritonSteps:
                 route.ids, place, self.flag, scratch, ids, experts, padded, *sizes, P=p, num_warps=min(16, max(4, p // 32)), **settings
             )
             return Sorted(ids, experts, padded)
-        grid, ranks = (-(-numel // _SHARE),), torch.empty(numel, dtype=torch.int32, device=device)
+        grid = (-(-numel // _SHARE),)
+        starts, ranks = (torch.empty(size, dtype=torch.int32, device=device) for size in (lanes, numel))
         step_kernels.count_slots[grid](
-            route.ids, place, self.flag, scratch, ranks, ids, experts, padded, *sizes, P=_SHARE, num_warps=8, **settings
+            route.ids, place, self.flag, scratch, starts, ranks, ids, experts, padded, *sizes, P=_SHARE, num_warps=8, **settings
         )
         step_kernels.scatter_slots[grid](
-            route.ids, place, scratch, ranks, ids, numel, route.num_experts, route.experts, HAS_MAP=mapped, P=_SHARE, E=lanes
+            route.ids, place, starts, ranks, ids, numel, route.num_experts, route.experts, HAS_MAP=mapped, P=_SHARE
         )
         return Sorted(ids, experts, padded)
 
     def _scratch(self, lanes: int, device: torch.device) -> Tensor:
         if lanes not in self.scratch:
-            self.scratch[lanes] = torch.zeros(2 * lanes + 1, dtype=torch.int32, device=device)
+            self.scratch[lanes] = torch.zeros(lanes + 1, dtype=torch.int32, device=device)
         return self.scratch[lanes]
 
     def activate(self, y: Tensor, activation: Activation, gated: bool) -> Tensor:

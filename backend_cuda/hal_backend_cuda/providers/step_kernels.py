@@ -65,7 +65,7 @@ def sort_slots(
     ids_ptr, map_ptr, flag_ptr, scratch_ptr, sorted_ptr, block_expert_ptr, padded_ptr, numel, num_experts, experts, top_k,
     HAS_MAP: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, E: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
-    """All in one program (``numel <= P``). ``scratch int32 [2 E + 1]`` is zero before and its counts are zero after."""
+    """All in one program (``numel <= P``). ``scratch int32 [E + 1]`` is zero before and after."""
     index = tl.arange(0, P)
     local = _local(ids_ptr, map_ptr, flag_ptr, index, numel, num_experts, experts, top_k, HAS_MAP)
     rank = tl.atomic_add(scratch_ptr + tl.maximum(local, 0), 1, mask=local >= 0)
@@ -77,31 +77,31 @@ def sort_slots(
 
 @triton.jit
 def count_slots(
-    ids_ptr, map_ptr, flag_ptr, scratch_ptr, ranks_ptr, sorted_ptr, block_expert_ptr, padded_ptr, numel, num_experts, experts, top_k,
+    ids_ptr, map_ptr, flag_ptr, scratch_ptr, starts_ptr, ranks_ptr, sorted_ptr, block_expert_ptr, padded_ptr,
+    numel, num_experts, experts, top_k,
     HAS_MAP: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, E: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
-    """Counts per expert and each slot's rank in it; the program that comes last lays out the blocks."""
+    """Counts per expert and each slot's rank in it; the program that comes last lays out the blocks. Starts are the call's own."""
     index = tl.program_id(0) * P + tl.arange(0, P)
     local = _local(ids_ptr, map_ptr, flag_ptr, index, numel, num_experts, experts, top_k, HAS_MAP)
     rank = tl.atomic_add(scratch_ptr + tl.maximum(local, 0), 1, mask=local >= 0)
     tl.store(ranks_ptr + index, rank, mask=index < numel)
     tl.debug_barrier()
-    if tl.atomic_add(scratch_ptr + 2 * E, 1) == tl.num_programs(0) - 1:
+    if tl.atomic_add(scratch_ptr + E, 1) == tl.num_programs(0) - 1:
         starts = _blocks(scratch_ptr, sorted_ptr, block_expert_ptr, padded_ptr, numel, BM, E, FILL)
-        tl.store(scratch_ptr + E + tl.arange(0, E), starts)
-        tl.store(scratch_ptr + 2 * E, 0)
+        tl.store(starts_ptr + tl.arange(0, E), starts)
+        tl.store(scratch_ptr + E, 0)
 
 
 @triton.jit
 def scatter_slots(
-    ids_ptr, map_ptr, scratch_ptr, ranks_ptr, sorted_ptr, numel, num_experts, experts,
-    HAS_MAP: tl.constexpr, P: tl.constexpr, E: tl.constexpr,
+    ids_ptr, map_ptr, starts_ptr, ranks_ptr, sorted_ptr, numel, num_experts, experts, HAS_MAP: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Each slot to its place."""
     index = tl.program_id(0) * P + tl.arange(0, P)
     ids = tl.load(ids_ptr + index, mask=index < numel, other=-1)
     local, _ = local_expert(ids, map_ptr, num_experts, experts, HAS_MAP)
-    start = tl.load(scratch_ptr + E + tl.maximum(local, 0), mask=local >= 0, other=0)
+    start = tl.load(starts_ptr + tl.maximum(local, 0), mask=local >= 0, other=0)
     rank = tl.load(ranks_ptr + index, mask=local >= 0, other=0)
     tl.store(sorted_ptr + start + rank, index, mask=local >= 0)
 

@@ -79,7 +79,7 @@ def main(part):
         check_sort(steps, random_route(0, mapped=False, tokens=2, top_k=4), 8)
         with pytest.raises(ShapeError, match="topk id"):
             check()
-        assert all(not bool(s.narrow(0, 0, s.numel() // 2).any()) for s in steps.scratch.values()), "counts are zero again"
+        assert all(not bool(s.any()) for s in steps.scratch.values()), "counts are zero again"
     elif part == "many":
         fused_steps._ONE, fused_steps._SHARE = 16, 64
         for seed in (3, 4):

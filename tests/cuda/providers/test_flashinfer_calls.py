@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from hal_backend_cuda.providers.calls import Call, bind, find
@@ -146,3 +148,31 @@ def test_the_host_is_not_attended_from():
         op.attend(torch.zeros(1, 8, 64, dtype=torch.bfloat16), pages, torch.zeros(1, 1), torch.ones(1), torch.tensor([0, 1]))
     with pytest.raises(HalError, match="no plan"):
         op.attend_planned(torch.zeros(1, 8, 64, dtype=torch.bfloat16), pages)
+
+
+def test_a_slot_given_twice_writes_nothing():
+    op = FlashInferKV().prepare(spec(), KVParams())
+    pages, x = torch.zeros(5, op.page_bytes, dtype=torch.uint8), torch.ones(3, 2, 64, dtype=torch.bfloat16)
+    slots = torch.tensor([9, -1, -1])
+    op.append(pages, x, x, slots)
+    slots[2] = 9
+    before = pages.clone()
+    with pytest.raises(ShapeError, match="slot 9 given twice"):
+        op.append(pages, x, x, slots)
+    assert torch.equal(pages, before)
+
+
+def test_reading_pages_that_are_not_there():
+    op = FlashInferKV().prepare(spec(), KVParams())
+    pages = torch.zeros(2, op.page_bytes, dtype=torch.uint8)
+    with pytest.raises(ShapeError, match="pages run from 0 to 1"):
+        op.materialize(pages, torch.tensor([0, 2]), 20)
+    with pytest.raises(ShapeError, match="the row has 2 pages"):
+        op.materialize(pages, torch.tensor([0, 1]), 33)
+
+
+def test_a_copy_has_plans_of_its_own():
+    op = FlashInferKV().prepare(spec("fp8"), KVParams(torch.tensor(0.5), torch.tensor(0.25)))
+    op.own[0] = ("a plan", "its batch")
+    other = copy.deepcopy(torch.nn.Sequential(op))[0]
+    assert (other.spec, other.key_scale, other.value_scale, other.own) == (op.spec, 0.5, 0.25, {})

@@ -160,6 +160,17 @@ def test_output_is_bf16_and_nothing_else(name):
         op.apply(given, routed, reduce=False)
 
 
+@EACH
+def test_a_cast_of_the_model_leaves_packed_weights(name):
+    spec, weights = case(name)
+    op = prepared(name, spec, weights)
+    before = {n: b.clone() for n, b in op.named_buffers()}
+    torch.nn.Sequential(op).to(torch.float64)
+    for n, buffer in op.named_buffers():
+        assert buffer.dtype == before[n].dtype, n
+        assert torch.equal(buffer.view(torch.uint8), before[n].view(torch.uint8)), n
+
+
 def test_flag_and_payload_agree():
     x = torch.randn(3, 64).bfloat16()
     given = mxfp8(x)

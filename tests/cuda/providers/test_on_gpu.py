@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import math
 from dataclasses import replace
 
@@ -253,12 +254,27 @@ def test_windows_and_caps():
         assert error(found[0], torch.einsum("hn,nhd->hd", logits.softmax(-1), v)) < 8e-3
 
 
-def test_appending_skips_and_saturates():
+def test_appending_skips_saturates_and_refuses():
     op, pages, _ = cache("fp8", 1)
     before = pages.clone()
     x = torch.full((3, 2, 128), 1e6, device=DEVICE).bfloat16()
-    op.append(pages, x, x, torch.tensor([-1, 5, 10**9], device=DEVICE))
+    for wrong, told in (([-1, 5, 10**9], "these run from -1 to 63"), ([5, 7, 5], "slot 5 given twice")):
+        with pytest.raises(ShapeError, match=told):
+            op.append(pages, x, x, torch.tensor(wrong, device=DEVICE))
+        assert torch.equal(pages, before)
+    op.append(pages, x, x, torch.tensor([-1, 5, -1], device=DEVICE))
     k, _ = op.materialize(pages, torch.arange(4, dtype=torch.int32, device=DEVICE), 64, dtype="fp32")
     assert bool((k[5] == 448).all())
-    changed = (pages != before).sum().item()
-    assert changed <= 2 * 256
+    assert (pages != before).sum().item() <= 2 * 256
+
+
+def test_two_threads_share_a_cache():
+    pytest.importorskip("flashinfer", reason="needs flashinfer-python")
+    op, pages, table = cache("bf16", 2)
+    lengths = [torch.tensor(n, dtype=torch.int32, device=DEVICE) for n in ([64, 20], [3, 33])]
+    starts, q = torch.arange(3, dtype=torch.int32, device=DEVICE), torch.randn(2, 8, 128, device=DEVICE).bfloat16()
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        jobs = [(n, pool.submit(op.attend, q, pages, table, n, starts)) for _ in range(8) for n in lengths]
+        for n, job in jobs:
+            for b, length in enumerate(n.tolist()):
+                assert error(job.result()[0][b], attended(op, pages, table[b], q[b], length)[0]) < 6e-3

@@ -27,12 +27,13 @@ CASES = {
     ),
     "count": (
         step_kernels.count_slots,
-        {**IDS, **SORTED, "scratch_ptr": INTS, "ranks_ptr": INTS, "numel": 8192, "HAS_MAP": False, "P": 256, "BM": 96, "E": 256,
+        {**IDS, **SORTED, "scratch_ptr": INTS, "starts_ptr": INTS, "ranks_ptr": INTS, "numel": 8192, "HAS_MAP": False, "P": 256,
+         "BM": 96, "E": 256,
          "FILL": 32}, 8,
     ),
     "scatter": (
         step_kernels.scatter_slots,
-        {**IDS, **SORTED, "scratch_ptr": INTS, "ranks_ptr": INTS, "numel": 8192, "HAS_MAP": False, "P": 256, "E": 128}, 4,
+        {**IDS, **SORTED, "starts_ptr": INTS, "ranks_ptr": INTS, "numel": 8192, "HAS_MAP": False, "P": 256}, 4,
     ),
     "activate": (
         step_kernels.activate_rows,

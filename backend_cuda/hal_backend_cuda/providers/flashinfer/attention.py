@@ -6,6 +6,7 @@ A page holds ``[2, page_size, kv heads, head_dim]``, keys before values, in the 
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,9 @@ _LARGEST = 448.0
 #: Architectures without conversions to e4m3.
 _NO_E4M3 = {"sm_80", "sm_86"}
 _LN2 = math.log(2.0)
+#: The slots that were last found right, held weakly.
+_SEEN: dict[str, tuple[int, int, int, int | None]] = {}
+_SEEN_SLOTS: weakref.WeakValueDictionary[str, Tensor] = weakref.WeakValueDictionary()
 
 
 def _scale(value: Tensor | None, name: str) -> float:
@@ -55,13 +59,19 @@ class FlashInferKVOp(KVOp):
         self.spec, self.params = spec, params
         self.key_scale, self.value_scale = _scale(params.key_scale, "key_scale"), _scale(params.value_scale, "value_scale")
         self.elements = _ELEMENTS[spec.keys.kind]
-        self.own: Plan | None = None
-        self.host: Tensor | None = None
+        #: The last plan that ``attend`` made, and the batch that it is for, by thread: another thread's must not come between.
+        self.own: dict[int, tuple[Plan, Tensor]] = {}
         self.given: Plan | None = None
         self.dtype = torch_dtype(spec.dtype)
         self.row = torch.Size((spec.num_heads, spec.head_dim))
         #: The last pages seen and their view, while they live: making it again would cost as much as FlashInfer's checks.
         self.seen: tuple[weakref.ref[Tensor], Tensor] | None = None
+
+    def __deepcopy__(self, memo: object) -> FlashInferKVOp:
+        """Another op of the same cache; plans are made anew."""
+        found = FlashInferKVOp(self.spec, self.params)
+        found.selection = self.selection
+        return found
 
     @property
     def width(self) -> int:
@@ -102,11 +112,31 @@ class FlashInferKVOp(KVOp):
                 raise ShapeError(name, f"{x.dtype} {list(x.shape)} on {x.device}", f"give {dtype} {list(shape)} on {pages.device}")
         if slots.dtype != torch.int64 or slots.device != pages.device:
             raise ShapeError("slots", f"{slots.dtype} on {slots.device}", f"give int64 [T] on {pages.device}")
+        self._check_slots(slots, cache.shape[0] * s.page_size)
         for side, (x, scale) in enumerate(((k, self.key_scale), (v, self.value_scale))):
             if pages.is_cuda:
                 self._launch_append(cache, x.reshape(len(slots), -1).contiguous(), slots.contiguous(), side, scale)
             else:
                 self._store(cache, x, slots, side, scale)
+
+    @staticmethod
+    def _check_slots(slots: Tensor, count: int) -> None:
+        """Look at a step's slots once, though every layer appends by them; a graph under capture skips what is out of range instead."""
+        if slots.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
+        key = (slots.data_ptr(), len(slots), count, None if slots.is_inference() else slots._version)
+        if _SEEN.get("slots") == key and _SEEN_SLOTS.get("slots") is slots:
+            return
+        ordered = slots.sort().values
+        wrong = (slots < -1) | (slots >= count)
+        twice = (ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)
+        found = torch.stack([wrong.any(), twice.any()]).tolist()
+        if found[0]:
+            raise ShapeError("slots", f"{int(slots[wrong][0])}", f"these run from -1 to {count - 1}")
+        if found[1]:
+            raise ShapeError("slots", f"slot {int(ordered[1:][twice][0])} given twice", "each token has a place of its own")
+        if not slots.is_inference():
+            _SEEN["slots"], _SEEN_SLOTS["slots"] = key, slots
 
     def _launch_append(self, cache: Tensor, x: Tensor, slots: Tensor, side: int, scale: float) -> None:
         from hal_backend_cuda.providers.flashinfer.page_kernels import append_tokens
@@ -121,10 +151,6 @@ class FlashInferKVOp(KVOp):
 
     def _store(self, cache: Tensor, x: Tensor, slots: Tensor, side: int, scale: float) -> None:
         size = self.spec.page_size
-        count = cache.shape[0] * size
-        if bool(((slots < -1) | (slots >= count)).any()):
-            wrong = slots[(slots < -1) | (slots >= count)]
-            raise ShapeError("slots", f"{int(wrong[0])}", f"these run from -1 to {count - 1}")
         kept = slots >= 0
         rows = x[kept]
         if self.spec.keys.kind == "fp8":
@@ -196,16 +222,14 @@ class FlashInferKVOp(KVOp):
             return self.given
         if torch.cuda.is_current_stream_capturing():
             raise HalError("attend under graph capture", "there is no plan", "call plan(.., graph=True) before the capture")
-        host = self._host(table, lengths, starts)
-        own = self.own
-        known = own is not None and self.host is not None and torch.equal(self.host, host) and (own.scale, own.causal) == (factor, causal)
-        if not known:
+        host, thread = self._host(table, lengths, starts), threading.get_ident()
+        own, known = self.own.get(thread, (None, None))
+        if own is None or known is None or not torch.equal(known, host) or (own.scale, own.causal) != (factor, causal):
             batch = self._batch(host, table.shape, pages.shape[0])
-            self.own = planned(self.own, self.spec, batch, pages.device, False, len(lengths), 0)
-            self._set(self.own, batch, scale, causal)
-            self.host = host
-        assert self.own is not None  # set above, or known
-        return self.own
+            own = planned(own, self.spec, batch, pages.device, False, len(lengths), 0)
+            self._set(own, batch, scale, causal)
+            self.own[thread] = (own, host)
+        return own
 
     def attend(
         self,
@@ -227,6 +251,8 @@ class FlashInferKVOp(KVOp):
         if not len(q):
             return result, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         plan = self._planned(pages, block_table, lengths, query_starts, scale, causal)
+        if plan.queries != len(q):
+            raise ShapeError("query_starts", f"{plan.queries} rows of queries", f"q has {len(q)}")
         lse = plan.run(q, cache, self.key_scale, self.value_scale, result, lse=True)
         assert lse is not None  # asked for
         return result, self._natural(lse, plan)
@@ -274,6 +300,9 @@ class FlashInferKVOp(KVOp):
         cache, size = self.cache(pages), self.spec.page_size
         if not 0 <= start <= length <= len(block_row) * size:
             raise ShapeError("length", f"positions {start} to {length}", f"the row has {len(block_row)} pages of {size} tokens")
+        used = block_row[: -(-length // size)]
+        if bool(((used < 0) | (used >= cache.shape[0])).any()):
+            raise ShapeError("block_row", f"{used[:8].tolist()}..", f"pages run from 0 to {cache.shape[0] - 1}")
         position = torch.arange(start, length, device=pages.device)
         rows = cache[block_row.long()[position // size], :, position % size].float()
         kind = torch_dtype(dtype or self.spec.dtype)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hal_backend_cuda.providers.buffers import FixedBuffers
 from hal_backend_cuda.providers.calls import bind
 from hal_backend_cuda.providers.flashinfer import DISTRIBUTION, INSTALL
 from hal_backend_cuda.providers.flashinfer.moe_entries import ENTRIES, QUANTIZERS, Entry
@@ -126,7 +127,7 @@ def group_fp8(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     return (parts / scales).clamp(-448.0, 448.0).flatten(-2).to(torch.float8_e4m3fn), scales.squeeze(-1)
 
 
-class FlashInferExperts(MoEExperts):
+class FlashInferExperts(FixedBuffers, MoEExperts):
     """One call of FlashInfer over buffers that :meth:`update` refills in place."""
 
     def __init__(self, spec: MoESpec, weights: MoEWeights, entry: Entry, device: torch.device | None = None) -> None:

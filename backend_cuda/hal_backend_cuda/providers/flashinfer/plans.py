@@ -100,7 +100,7 @@ class Plan:
         self.planner, self.runner = (bind(CALLS[f"{self.kind}.{verb}"]) for verb in ("plan", "run"))
         self.wrapper = self._wrapper(bind(CALLS[self.kind]), most_pages)
         self.places: tuple[int, ...] = ()
-        self.causal, self.scale, self.empty = True, 0.0, False
+        self.causal, self.scale, self.empty, self.queries = True, 0.0, False, 0
 
     def _wrapper(self, maker: Bound, most_pages: int) -> Any:
         workspace = torch.zeros(_WORKSPACE, dtype=torch.uint8, device=self.device)
@@ -133,6 +133,7 @@ class Plan:
             }  # fmt: skip
         self.wrapper.plan(**values)
         self.causal, self.scale, self.empty = causal, scale, bool((batch.last == 0).any())
+        self.queries = int(batch.starts[-1])
 
     def run(self, q: Tensor, cache: Tensor, k_scale: float, v_scale: float, out: Tensor, *, lse: bool) -> Tensor | None:
         """One launch (two where a value scale is not 1); logarithms to base 2 where they are wanted."""

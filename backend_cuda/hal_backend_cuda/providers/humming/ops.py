@@ -83,7 +83,7 @@ class HummingExperts(MoEExperts):
         self.second = HummingMatrix(second, self._second(weights))
         self.blocks = compile_experts(self.first, self.second)
         self.device = self.first.locks.device
-        self.steps = fastest_steps(self.device) if steps is None else steps
+        self.steps = fastest_steps(self.device, spec.local) if steps is None else steps
 
     def _first(self, weights: MoEWeights) -> dict[str, Tensor]:
         matrices, biases = [weights.up], [weights.up_bias]

@@ -9,13 +9,14 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from hal_backend_cuda.providers.buffers import FixedBuffers
 from hal_backend_cuda.providers.humming.recipes import INSTALL
 from hal_backend_cuda.providers.humming.tables import BlockTable, joined
 from hal_backend_cuda.providers.steps import Sorted
 from hal_core.dtypes import torch_dtype
-from hal_core.errors import MissingDependencyError, ShapeError
+from hal_core.errors import MissingDependencyError
 
 if TYPE_CHECKING:
     from hal_backend_cuda.providers.humming.recipes import Recipe
@@ -80,7 +81,7 @@ class Problem:
         return [tuple(row) for row in library().heuristics(configuration, gemm_type=self.gemm, device=device)]
 
 
-class HummingMatrix(nn.Module):
+class HummingMatrix(FixedBuffers):
     """Weights as Humming's kernels read them, and their launch. Buffers keep their addresses over :meth:`refill`."""
 
     def __init__(self, problem: Problem, tensors: dict[str, Tensor]) -> None:
@@ -124,17 +125,6 @@ class HummingMatrix(nn.Module):
             own.get("zero_point"), own.get("bias"), out, *(None,) * 3 if rows is None else (rows.ids, rows.experts, rows.padded), None,
             own["locks"], top_k, 0,
         )  # fmt: skip
-
-    def _apply(self, fn: Any, recurse: bool = True) -> HummingMatrix:
-        # Module.to(dtype) must never recast packed scales
-        kept = dict(self._buffers)
-        super()._apply(fn, recurse)
-        for name, before in kept.items():
-            if before is not None and self._buffers[name].dtype != before.dtype:
-                self._buffers[name] = before
-        if self._buffers["weight"].device != kept["weight"].device:
-            raise ShapeError("a prepared humming matrix", f"moved to {self._buffers['weight'].device}", "prepare it on that device")
-        return self
 
 
 def quantize_rows(recipe: Recipe, x: Tensor) -> tuple[Tensor, Tensor | None]:
