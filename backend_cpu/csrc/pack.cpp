@@ -5,6 +5,7 @@
 // in plain order. In that nibble order `w & 0x0f0f0f0f` and `(w >> 4) & 0x0f0f0f0f` are four
 // consecutive k as bytes, which is the operand of the byte dot-product and tile instructions.
 // What pads n and k is zero; the spare nibble of an odd k is carried as it is.
+#include <emmintrin.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
@@ -32,6 +33,32 @@ uint32_t gather(uint32_t bytes) {
 uint32_t interleave(uint32_t plain) { return spread(plain & 0xffffu) | spread(plain >> 16) << 4; }
 uint32_t deinterleave(uint32_t word) {
   return gather(word & 0x0f0f0f0fu) | gather(word >> 4 & 0x0f0f0f0fu) << 16;
+}
+
+// interleave() of four words.
+__m128i interleave(__m128i words) {
+  const __m128i bytes = _mm_set1_epi32(0x00ff00ff), nibbles = _mm_set1_epi32(0x0f0f0f0f);
+  const auto spread4 = [&](__m128i v) {
+    v = _mm_and_si128(_mm_or_si128(v, _mm_slli_epi32(v, 8)), bytes);
+    return _mm_and_si128(_mm_or_si128(v, _mm_slli_epi32(v, 4)), nibbles);
+  };
+  const __m128i low = spread4(_mm_and_si128(words, _mm_set1_epi32(0xffff)));
+  return _mm_or_si128(low, _mm_slli_epi32(spread4(_mm_srli_epi32(words, 16)), 4));
+}
+
+// Four words of each of four rows, `bytes` apart, to four lanes of four words of the layout.
+void pack_square(const uint8_t* rows, int64_t bytes, bool nibbles, uint32_t* out) {
+  __m128i r[4];
+  for (int i = 0; i < 4; ++i) {
+    r[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows + i * bytes));
+    if (nibbles) r[i] = interleave(r[i]);
+  }
+  const __m128i a = _mm_unpacklo_epi32(r[0], r[1]), b = _mm_unpacklo_epi32(r[2], r[3]);
+  const __m128i c = _mm_unpackhi_epi32(r[0], r[1]), d = _mm_unpackhi_epi32(r[2], r[3]);
+  const __m128i lines[4] = {_mm_unpacklo_epi64(a, b), _mm_unpackhi_epi64(a, b),
+                            _mm_unpacklo_epi64(c, d), _mm_unpackhi_epi64(c, d)};
+  for (int i = 0; i < 4; ++i)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i * kTile), lines[i]);
 }
 
 int64_t row_bytes(int64_t k, int64_t bits) { return bits == 4 ? div_up(k, 2) : k; }
@@ -80,10 +107,16 @@ Tensor pack(const Tensor& values, int64_t k, int64_t bits) {
   run_tasks(lead * tiles, lead * n * k > kWorthThreads, [&](int64_t task) {
     const int64_t row0 = task % tiles * kTile;
     uint32_t* out = dst + task * words * kTile;
+    // Whole squares of a whole tile first; words and rows that are cut short one by one.
+    const int64_t whole = row0 + kTile <= n ? bytes / 16 * 4 : 0;
+    const uint8_t* first = src + (task / tiles * n + row0) * bytes;
+    for (int64_t w = 0; w < whole; w += 4)
+      for (int64_t lane = 0; lane < kTile; lane += 4)
+        pack_square(first + lane * bytes + w * 4, bytes, bits == 4, out + w * kTile + lane);
     for (int64_t lane = 0; lane < kTile; ++lane) {
       const bool real = row0 + lane < n;
-      const uint8_t* row = src + (task / tiles * n + row0 + lane) * bytes;
-      for (int64_t w = 0; w < words; ++w) {
+      const uint8_t* row = first + lane * bytes;
+      for (int64_t w = whole; w < words; ++w) {
         uint32_t word = 0;
         if (real) std::memcpy(&word, row + w * 4, static_cast<size_t>(std::min<int64_t>(4, bytes - w * 4)));
         out[w * kTile + lane] = bits == 4 ? interleave(word) : word;
