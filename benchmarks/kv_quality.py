@@ -22,6 +22,7 @@ import torch
 
 import hal_core
 from hal_core.cli.perplexity import encode_text, read_text
+from hal_core.integrations.transformers_kv_conditioning import is_useful
 from hal_core.integrations.transformers_kv_simulated import simulated_cache
 from hal_core.kv.scheme import KV_GROUP, parse_pair
 from hal_core.perplexity import TextLoss, compare, measure
@@ -29,9 +30,12 @@ from hal_core.spec import KVCacheSpec
 
 SCHEMES = (
     "int8", "fp8", "turboquant:4", "int4", "k4v3", "turboquant:3", "turboquant:2.5", "bf16", "k=int8,v=turboquant:4",
-    "k=turboquant:4,v=int4", "int8:token", "int4:token", "turboquant:5", "turboquant:2", "turboquant:4:raw", "turboquant:4:unbiased",
+    "k=turboquant:4,v=int4", "int8:token", "int4:token", "turboquant:5", "turboquant:2", "turboquant:4 unconditioned",
+    "turboquant:4:raw", "turboquant:4:unbiased",
 )  # fmt: skip
 BASELINE = "unquantized"
+#: Keys with one scale a vector are conditioned by so many tokens of each window, as by a prompt; not so under this suffix.
+PROMPT, PLAIN = 64, " unconditioned"
 #: Largest relative increase of the negative log likelihood that is asked for.
 TARGETS = {"int8": 0.002, "fp8": 0.005, "turboquant:4": 0.03}
 #: turboquant:4 may cost at most this part of what int4 costs.
@@ -40,7 +44,7 @@ AGAINST_INT4 = 0.7
 
 def token_bytes(config: Any, text: str) -> float:
     """Bytes a token takes in all layers, scales and norms included."""
-    keys, values = parse_pair(text)
+    keys, values = parse_pair(text.removesuffix(PLAIN))
     heads, dim = config.num_attention_heads, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     spec = KVCacheSpec(heads, config.num_key_value_heads, dim, KV_GROUP, keys, values)
     return float(config.num_hidden_layers * spec.token_bytes)
@@ -60,8 +64,11 @@ def bar(name: str) -> Any:
 def run(model: Any, ids: torch.Tensor, window: int, scheme: str) -> TextLoss:
     if scheme == BASELINE:
         return measure(model, ids, window, progress=bar(scheme))
-    with simulated_cache(model, *parse_pair(scheme)):
-        return measure(model, ids, window, progress=bar(scheme))
+    keys, values = parse_pair(scheme.removesuffix(PLAIN))
+    prompt = PROMPT if is_useful(keys) and not scheme.endswith(PLAIN) else 0
+    with simulated_cache(model, keys, values, prompt=prompt):
+        # one window a call where its first tokens condition the keys, as those of one prompt would
+        return measure(model, ids, window, 1 if prompt else None, progress=bar(scheme))
 
 
 def row(model: Any, scheme: str, base: TextLoss, loss: TextLoss) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 
 from hal_core.errors import SettingError, ShapeError
 from hal_core.integrations.transformers_kv_attention import NAME, is_supported, register
+from hal_core.integrations.transformers_kv_conditioning import is_useful
 from hal_core.integrations.transformers_kv_layer import KVCacheLayer, LayerPlan
 from hal_core.kv.scheme import KV_GROUP, KVScheme, parse_pair
 from hal_core.policy import current_policy
@@ -47,6 +48,8 @@ class KVCache(Cache):
         scales: of fp8: None for those of the model's checkpoint and, in layers without, those computed from the first tokens; or the word
             ``computed`` or ``default`` (1.0, which ``require`` refuses) for all layers.
         params: static scales and channel splits by layer, instead of the checkpoint's.
+        condition: whether the first call's tokens, if they are 32 or more, shift and scale the channels of keys and queries, which leaves
+            attention as it is (:mod:`hal_core.integrations.transformers_kv_conditioning`); None where keys have one scale a vector.
 
     Raises:
         SettingError: the model's attention cannot be replaced, or it has layers that this cache cannot hold.
@@ -63,6 +66,7 @@ class KVCache(Cache):
         seed: int = 0,
         scales: str | None = None,
         params: Mapping[int, KVParams] | None = None,
+        condition: bool | None = None,
     ) -> None:
         keys, values = parse_pair(scheme) if isinstance(scheme, str) else scheme
         if not is_supported(model):
@@ -72,21 +76,12 @@ class KVCache(Cache):
         if params is None:
             params = getattr(model, "hal_kv_params", {}) if scales is None and (keys.scaled or values.scaled) else {}
         chosen, missing = current_policy(policy), _word(scales)
-        plans = [
-            LayerPlan(
-                index,
-                window,
-                keys,
-                values,
-                chosen,
-                page_size,
-                seed,
-                params[index].source if index in params else missing,
-                params.get(index),
-            )
-            for index, window in enumerate(windows)
-        ]
-        self._held = [KVCacheLayer(plan) for plan in plans]
+        condition = is_useful(keys) if condition is None else condition
+        self._held: list[KVCacheLayer] = []
+        for index, window in enumerate(windows):
+            given = params.get(index)
+            source = missing if given is None else given.source
+            self._held.append(KVCacheLayer(LayerPlan(index, window, keys, values, chosen, page_size, seed, source, given, condition)))
         super().__init__(layers=list(self._held))
         self.scheme = str(keys) if values == keys.for_values() else f"k={keys},v={values}"
         register()
@@ -137,12 +132,13 @@ class KVCache(Cache):
         return self
 
     def report(self) -> dict[str, Any]:
-        """What served, as JSON: schemes, kernels, specs with their layers, where static scales come from, tokens and bytes."""
+        """What served, as JSON: schemes, kernels, specs, sources of static scales, layers with conditioned keys, tokens and bytes."""
         specs = Counter(str(layer.spec) for layer in self._held if layer.spec is not None)
         scaled = any(layer.spec is not None and (layer.spec.keys.scaled or layer.spec.values.scaled) for layer in self._held)
         return {
             "scheme": self.scheme, "kernels": self.kernels(), "specs": dict(specs), "tokens": self._held[0].tokens,
             "scales": dict(Counter(layer.scales for layer in self._held)) if scaled else {},
+            "conditioned": sum(layer.conditioning is not None for layer in self._held),
             "bytes_per_token": self.token_bytes, "used_bytes": self.used_bytes, "bytes": self.nbytes,
         }  # fmt: skip
 

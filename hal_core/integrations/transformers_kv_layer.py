@@ -11,6 +11,7 @@ from transformers.cache_utils import CacheLayerMixin
 from hal_core.dtypes import dtype_word
 from hal_core.errors import ShapeError
 from hal_core.integrations.transformers_kv_attention import AttentionCall, PackedLength, mark
+from hal_core.integrations.transformers_kv_conditioning import Conditioning
 from hal_core.kv.make import kv_cache
 from hal_core.spec import KVCacheSpec
 
@@ -39,6 +40,7 @@ class LayerPlan:
     seed: int
     scales: str
     params: KVParams | None
+    condition: bool
 
     @property
     def name(self) -> str:
@@ -73,6 +75,7 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             for sequence in self._sequences:
                 self._pages.free(sequence)
         self._sequences: list[int] = []
+        self.conditioning: Conditioning | None = None
         self._columns = 0
         self._seen: Tensor | None = None
         self._pending = None
@@ -141,6 +144,10 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         k, v, q = (_rows(x, seen) for x in (key, value, call.query.detach()))
         if not self._sequences:
             self._sequences = [pages.new() for _ in range(batch)]
+            shifted = call.sinks is None and call.soft_cap is None
+            self.conditioning = Conditioning.measured(k, q, shifted) if self.plan.condition else None
+        if self.conditioning is not None:
+            k, q = self.conditioning.keys(k), self.conditioning.queries(q)
         pages.append(k, v, self._sequences, rows)
         self._columns += count
         self._seen = _joined(self._seen, seen, self._columns, count, batch)

@@ -18,6 +18,7 @@ from torch import nn
 from hal_core.dtypes import dtype_word
 from hal_core.errors import SettingError
 from hal_core.integrations.transformers_kv_attention import is_supported, register_function
+from hal_core.integrations.transformers_kv_conditioning import Conditioning
 from hal_core.kv.op import KVParams
 from hal_core.kv.quantizer import Quantizer, quantizer
 from hal_core.kv.scales import computed_params
@@ -42,6 +43,7 @@ class _Simulation:
     values: KVScheme
     seed: int
     params: Mapping[int, KVParams]
+    prompt: int
     made: dict[int, tuple[Quantizer, Quantizer]] = field(default_factory=dict)
 
     def quantizers(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Quantizer, Quantizer]:
@@ -63,7 +65,7 @@ _running: ContextVar[_Simulation | None] = ContextVar("hal_simulated_cache", def
 
 @contextmanager
 def simulated_cache(
-    model: Any, keys: KVScheme, values: KVScheme, *, seed: int = 0, params: Mapping[int, KVParams] | None = None
+    model: Any, keys: KVScheme, values: KVScheme, *, seed: int = 0, params: Mapping[int, KVParams] | None = None, prompt: int = 0
 ) -> Iterator[None]:
     """``with`` block in which ``model(input_ids=.., use_cache=False)`` reads keys and values as a cache of these schemes gives them.
 
@@ -73,6 +75,8 @@ def simulated_cache(
         values: how values are stored.
         seed: of the rotations.
         params: static scales and channel splits by layer; scales of the others are computed from the first forward's tokens.
+        prompt: tokens at the start of each row that keys are conditioned by (:mod:`hal_core.integrations.transformers_kv_conditioning`), as
+            those of a prompt of this length are in the cache; 0 for unconditioned keys.
 
     Raises:
         SettingError: the model's attention cannot be replaced.
@@ -83,7 +87,7 @@ def simulated_cache(
     register_function(_NAME, _attention)
     before = model.config._attn_implementation
     model.set_attn_implementation(_NAME)
-    token = _running.set(_Simulation(keys, values.for_values(), seed, params or {}))
+    token = _running.set(_Simulation(keys, values.for_values(), seed, params or {}, prompt))
     try:
         yield
     finally:
@@ -101,6 +105,11 @@ def _attention(
     if attention_mask is not None or key.shape[2] != query.shape[2] or unserved:
         found = f"has {', '.join(unserved) or 'a mask or a cache'}"
         raise SettingError(f"a simulated cache of {type(module).__name__}", found, "use the cache itself")
+    if simulation.prompt:
+        first_keys, first_queries = (x[:, :, : simulation.prompt].transpose(1, 2).flatten(0, 1) for x in (key, query))
+        conditioning = Conditioning.measured(first_keys, first_queries, shifted=True)
+        if conditioning is not None:
+            key, query = conditioning.keys(key.transpose(1, 2)).transpose(1, 2), _conditioned(query, conditioning)
     of_keys, of_values = simulation.quantizers(int(module.layer_idx), query, key, value)  # type: ignore[arg-type]
     stored = of_values.dequantize(of_values.quantize(value.transpose(1, 2).float())).transpose(1, 2)
     if of_keys.scheme.grouped:
@@ -109,6 +118,11 @@ def _attention(
         read = of_keys.dequantize(of_keys.quantize(key.transpose(1, 2).float())).transpose(1, 2)
         out = nn.functional.scaled_dot_product_attention(query.float(), read, stored, is_causal=True, scale=scaling, enable_gqa=True)
     return out.transpose(1, 2).to(query.dtype).contiguous(), None
+
+
+def _conditioned(query: Tensor, conditioning: Conditioning) -> Tensor:
+    rows = query.transpose(1, 2)
+    return conditioning.queries(rows.flatten(0, 1)).reshape(rows.shape).transpose(1, 2)
 
 
 def _over_groups(query: Tensor, key: Tensor, value: Tensor, of_keys: Quantizer, scale: float | None) -> Tensor:

@@ -81,13 +81,14 @@ def test_a_run_says_what_served_its_cache(hal, checkpoint):
 def test_perplexity_through_the_cache_is_paired_with_the_unquantized_one(hal, checkpoint):
     place, text = checkpoint
     options = ("--text", text, "--window", 64, "--against", "unquantized-cache", "--json")
-    code, out, err = hal("perplexity", place, *options, "--kv-cache", "turboquant:2")
+    scheme = "k=bf16,v=turboquant:2"
+    code, out, err = hal("perplexity", place, *options, "--kv-cache", scheme)
     assert code == 0, err
     coarse = json.loads(out)
-    assert coarse["kv_cache"]["scheme"] == "turboquant:2"
+    assert coarse["kv_cache"]["scheme"] == scheme
     assert "kv_cache" not in coarse["against"]
     assert coarse["difference"]["largest_token_nll"] > 1e-3
-    stepped = json.loads(hal("perplexity", place, *options, "--kv-cache", "turboquant:2", "--kv-step", 5)[1])
+    stepped = json.loads(hal("perplexity", place, *options, "--kv-cache", scheme, "--kv-step", 5)[1])
     assert stepped["nll"] == pytest.approx(coarse["nll"], abs=1e-4)
     fine = json.loads(hal("perplexity", place, *options, "--kv-cache", "fp32")[1])
     assert abs(fine["difference"]["nll"]) < 1e-6
