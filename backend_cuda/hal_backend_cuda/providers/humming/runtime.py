@@ -46,7 +46,7 @@ def library() -> SimpleNamespace:
         raise MissingDependencyError("kernels of humming", f"{error}", INSTALL) from error
     return SimpleNamespace(
         ops=ops, kernel=HummingKernel, inputs=HummingInputSchema, weights=HummingWeightSchema, configure=prepare_layer_config,
-        transform=transform_humming_tensors, heuristics=get_heuristics_config,
+        transform=transform_humming_tensors, heuristics=get_heuristics_config, launcher=lambda: torch.ops.humming.launch_kernel.out,
     )  # fmt: skip
 
 
@@ -92,6 +92,7 @@ class HummingMatrix(FixedBuffers):
             self.register_buffer(name, tensor)
         self.register_buffer("locks", torch.zeros(_LOCKS, dtype=torch.int32, device=device), persistent=False)
         self.tiles: Tensor | None = None
+        self.run: Any = None
 
     def refill(self, tensors: dict[str, Tensor]) -> None:
         """Other weights of the same scheme and shape into the same storage."""
@@ -103,6 +104,8 @@ class HummingMatrix(FixedBuffers):
         device = self._buffers["weight"].device
         words = json.dumps({"gemm_type": self.problem.gemm})
         self.tiles = library().kernel.prepare_kernels(self.configuration.to_str(), words, rows, device)
+        # there once the first tile is registered
+        self.run = library().launcher()
         for pair in sorted({tuple(pair) for pair in self.tiles.view(-1, 4)[:, 2:].tolist()}):
             self._load(torch.tensor(pair, dtype=torch.int64))
 
@@ -120,7 +123,7 @@ class HummingMatrix(FixedBuffers):
     ) -> None:
         """``x [M, K]`` to ``out [M * top_k, N]``; nothing is allocated and nothing waits."""
         own = self._buffers
-        torch.ops.humming.launch_kernel.out(
+        self.run(
             self.tiles if tile is None else tile, x, own["weight"], own["weight_scale"], own.get("weight_scale_2"), scales, None,
             own.get("zero_point"), own.get("bias"), out, *(None,) * 3 if rows is None else (rows.ids, rows.experts, rows.padded), None,
             own["locks"], top_k, 0,

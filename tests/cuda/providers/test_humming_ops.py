@@ -1,0 +1,232 @@
+"""The ops around Humming on the host: its launches are computed in float32 from the tensors that they would get."""
+
+from __future__ import annotations
+
+import types
+from dataclasses import replace
+
+import pytest
+import torch
+from hal_backend_cuda.providers.humming import ops, runtime
+from hal_backend_cuda.providers.humming.layout import HummingLayout
+from hal_backend_cuda.providers.humming.ops import HummingExperts, HummingLinear
+from hal_backend_cuda.providers.humming.recipes import RECIPES
+from hal_backend_cuda.providers.steps import TorchSteps
+
+from hal_core.errors import ShapeError, UnfitWeightsError
+from hal_core.kernel import LinearWeights, MoEWeights
+from hal_core.ops import Routed
+from hal_core.reference.linear import ReferenceLinear
+from hal_core.reference.moe import ReferenceMoE
+from hal_core.schemes import WeightScheme
+from hal_core.spec import Activation, LinearSpec, MoESpec
+from hal_core.testing.data import random_weight
+
+BY_NAME = {recipe.name: recipe for recipe in RECIPES}
+CASES = [
+    ("w4a16", "int4:g128"),
+    ("w4a16", "int4:g32:zero"),
+    ("w8a16", "int8:channel"),
+    ("mxfp4", "mxfp4:g32"),
+    ("fp8_a16", "fp8_e4m3:b128x128"),
+]
+
+
+class Emulator:
+    """Humming's modules as runtime.library gives them; a tile's number says whose product it is."""
+
+    def __init__(self):
+        self.problems, self.launches = [], []
+        self.kernel = self.ops = self
+        self.transform = lambda configuration, tensors: dict(tensors)
+        self.launcher = lambda: self.launch
+
+    def prepare_kernels(self, text, words, rows, device):
+        return torch.tensor([[low, high, int(text), 0] for low, high, _ in rows], dtype=torch.int64).reshape(-1)
+
+    def process_input(self, x, quant_mode, quant_dtype, quant_group_size, group_scale_dtype):
+        assert (quant_mode, quant_dtype, quant_group_size) == ("dynamic_token", "int8", None)
+        scales = (x.float().abs().amax(-1, keepdim=True) / 127).clamp(min=1e-10)
+        return (x.float() / scales).round().to(torch.int8), None, scales
+
+    def dense(self, p, tensors):
+        """float32 ``[E, N, K]``."""
+        lead = tensors["weight"].shape[:-2]
+        form, out = HummingLayout(p.dtype, torch.uint8 if p.scheme.dtype == "mxfp4" else torch.float32), []
+        for e in range(lead[0] if lead else 1):
+            part = {n: (t[e] if lead else t) for n, t in tensors.items()}
+            out.append(form.unpack(part, p.scheme, (p.n, p.k)).dequantize())
+        return torch.stack(out)
+
+    def launch(self, tiles, x, weight, scale, whole, x_scale, none, zero, bias, out, ids, experts, padded, layout, locks, top_k, rows):
+        number = int(tiles[0] if tiles.numel() == 2 else tiles[2])
+        p = self.problems[number]
+        self.launches.append((number, x.shape[0]))
+        tensors = {n: t for n, t in (("weight", weight), ("weight_scale", scale), ("zero_point", zero)) if t is not None}
+        matrix, x = self.dense(p, tensors), x.float() if x_scale is None else x.float() * x_scale
+        if ids is None:
+            out.copy_(x @ matrix[0].T + (0 if bias is None else bias.float()))
+            return
+        block = 8
+        for place, row in enumerate(ids[: int(padded)].tolist()):
+            if row < x.shape[0] * top_k:
+                e = int(experts[place // block])
+                out[row] = x[row // top_k] @ matrix[e].T + (0 if bias is None else bias[e].float())
+
+
+@pytest.fixture(autouse=True)
+def emulator(monkeypatch):
+    found = Emulator()
+
+    def configuration(self, device):
+        found.problems.append(self)
+        number = len(found.problems) - 1
+        return types.SimpleNamespace(to_str=lambda: str(number))
+
+    monkeypatch.setattr(runtime, "library", lambda: found)
+    monkeypatch.setattr(runtime.Problem, "configuration", configuration)
+    monkeypatch.setattr(runtime.Problem, "table", lambda self, c, d: [(0, 1 << 30, {"block_shape": (8, 128, 64)})])
+    monkeypatch.setattr(ops, "on_cuda", dict)
+    return found
+
+
+def error(found, wanted):
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+def linear_case(text, seed=0, dtype="bf16", bias=True):
+    scheme, rng = WeightScheme.parse(text), torch.Generator().manual_seed(seed)
+    spec = LinearSpec(256, 384, scheme, dtype=dtype, bias=bias)
+    return spec, LinearWeights(random_weight(scheme, (256, 384), rng, dtype), torch.randn(256, generator=rng) if bias else None)
+
+
+def experts_case(text, seed=0, **changes):
+    scheme, rng = WeightScheme.parse(text), torch.Generator().manual_seed(seed)
+    spec = MoESpec(
+        **{"num_experts": 6, "top_k": 2, "hidden": 256, "intermediate": 128, "up": scheme, "down": scheme, "gate": scheme, **changes}
+    )
+    e, sizes = spec.local, {"up": (128, 256), "down": (256, 128), "gate": (128, 256)}
+    parts = {role: random_weight(scheme, (e, *size), rng, "bf16") for role, size in sizes.items() if role != "gate" or spec.gate}
+    if spec.bias:
+        parts |= {f"{role}_bias": torch.randn(e, size[0], generator=rng) for role, size in sizes.items() if role in parts}
+    return spec, MoEWeights(**parts)
+
+
+def routing(tokens, seed=0):
+    rng = torch.Generator().manual_seed(seed)
+    ids = torch.rand(tokens, 6, generator=rng).topk(2, dim=1).indices.int()
+    ids[torch.rand(ids.shape, generator=rng) < 0.2] = -1
+    return Routed(ids, torch.rand(tokens, 2, generator=rng))
+
+
+@pytest.mark.parametrize(("name", "text"), CASES)
+def test_linears(name, text):
+    spec, weights = linear_case(text)
+    op = HummingLinear(spec, weights, BY_NAME[name])
+    for shape in ((1, 384), (2, 3, 384), (0, 384)):
+        x = torch.randn(shape).bfloat16()
+        y = op.apply(x)
+        assert tuple(y.shape) == (*shape[:-1], 256)
+        if y.numel():
+            assert error(y, ReferenceLinear().prepare(spec, weights).apply(x.float())) < 5e-3
+    strided = torch.randn(4, 768).bfloat16()[:, ::2]
+    assert torch.equal(op.apply(strided), op.apply(strided.contiguous()))
+
+
+@pytest.mark.parametrize(("name", "text"), CASES)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"bias": True, "routed_scaling": 2.5},
+        {"gate": None, "activation": Activation("relu2")},
+        {"expert_map": True, "local_experts": 4},
+    ],
+    ids=["plain", "bias", "ungated", "mapped"],
+)
+def test_experts(name, text, changes):
+    spec, weights = experts_case(text, **changes)
+    op = HummingExperts(spec, weights, BY_NAME[name])
+    assert isinstance(op.steps, TorchSteps)
+    places = torch.tensor([3, -1, 0, 2, -1, 1], dtype=torch.int32) if spec.expert_map else None
+    for tokens in (1, 9, 0):
+        x, routed = torch.randn(tokens, 256).bfloat16(), routing(tokens)
+        for reduce in (True, False):
+            found = op.apply(x, routed, expert_map=places, reduce=reduce)
+            wanted = ReferenceMoE().prepare(spec, weights).apply(x.float(), routed, expert_map=places, reduce=reduce)
+            assert found.shape == wanted.shape
+            assert not tokens or not float(wanted.norm()) or error(found, wanted) < 1e-2
+
+
+def test_quantized_activations_reach_both_products(emulator):
+    spec, weights = experts_case("int4:g128")
+    op = HummingExperts(spec, weights, BY_NAME["w4a8_int8"])
+    emulator.launches.clear()
+    x, routed = torch.randn(5, 256).bfloat16(), routing(5)
+    assert error(op.apply(x, routed), ReferenceMoE().prepare(spec, weights).apply(x.float(), routed)) < 0.06
+    assert emulator.launches == [(0, 5), (1, 10)]
+
+
+def test_update_is_a_fresh_op_at_the_same_addresses():
+    spec, weights = experts_case("int4:g32:zero", bias=True)
+    _, other = experts_case("int4:g32:zero", seed=7, bias=True)
+    op, fresh = (HummingExperts(spec, w, BY_NAME["w4a16"]) for w in (weights, other))
+    before = [b.data_ptr() for b in op.buffers()]
+    op.update(other)
+    assert [b.data_ptr() for b in op.buffers()] == before
+    assert all(torch.equal(a, b) for a, b in zip(op.buffers(), fresh.buffers(), strict=True))
+
+
+def test_an_update_that_does_not_fit_changes_nothing():
+    spec, weights = experts_case("int4:g128", dtype="fp16")
+    even = {role: replace(w, scales=torch.full_like(w.scales, 0.01)) for role, w in vars(weights).items() if w is not None}
+    weights = other = MoEWeights(**even)
+    op = HummingExperts(spec, weights, BY_NAME["w4a16"])
+    before = [b.clone() for b in op.buffers()]
+    huge = other.down.scales.clone()
+    huge[1, 2, 0] = 1e30
+    with pytest.raises(UnfitWeightsError, match="outside the range of fp16"):
+        op.update(replace(other, down=replace(other.down, scales=huge)))
+    with pytest.raises(ShapeError, match="gate_bias|bias"):
+        op.update(replace(other, up_bias=torch.zeros(6, 128)))
+    assert all(torch.equal(a, b) for a, b in zip(op.buffers(), before, strict=True))
+
+
+def test_a_cast_of_the_model_leaves_packed_weights():
+    spec, weights = linear_case("int4:g128")
+    op = HummingLinear(spec, weights, BY_NAME["w4a16"])
+    before = {n: b.clone() for n, b in op.named_buffers()}
+    torch.nn.Sequential(op).to(torch.float64)
+    for n, buffer in op.named_buffers():
+        assert buffer.dtype == before[n].dtype
+        assert torch.equal(buffer, before[n])
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda x, r: (x.float(), r), "torch.float32"),
+        (lambda x, r: (x[:, :64], r), r"\[4, 64\]"),
+        (lambda x, r: (x[:3], r), r"topk_ids \[4, 2\]"),
+        (lambda x, r: (x, Routed(r.topk_ids.float(), r.topk_weights)), "topk_ids torch.float32"),
+        (lambda x, r: (x, Routed(r.topk_ids[:, :1], r.topk_weights)), r"topk_ids \[4, 1\]"),
+        (lambda x, r: (x.requires_grad_(), r), "no backward"),
+        (lambda x, r: ("x", r), "str with Routed"),
+    ],
+)
+def test_what_is_given_wrongly_is_refused(change, told):
+    spec, weights = experts_case("int4:g128")
+    op = HummingExperts(spec, weights, BY_NAME["w4a16"])
+    with pytest.raises(ShapeError, match=told):
+        op.apply(*change(torch.randn(4, 256).bfloat16(), routing(4)))
+
+
+def test_outputs_that_do_not_fit_and_maps_that_are_missing():
+    spec, weights = experts_case("int4:g128", expert_map=True, local_experts=4)
+    op, x = HummingExperts(spec, weights, BY_NAME["w4a16"]), torch.randn(4, 256).bfloat16()
+    with pytest.raises(ShapeError, match="expert_map: missing"):
+        op.apply(x, routing(4))
+    places = torch.arange(6, dtype=torch.int32) % 4
+    for out in (torch.empty(4, 256), torch.empty(4, 128).bfloat16(), torch.empty(256, 4).bfloat16().T):
+        with pytest.raises(ShapeError, match="output: out is"):
+            op.apply(x, routing(4), expert_map=places, out=out)
