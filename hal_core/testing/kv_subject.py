@@ -132,13 +132,18 @@ class KVSubject:
         return q.to(torch_dtype(self.spec.dtype)).to(self.device)
 
     def attend(self, op: KVOp, pages: Tensor, tails: Tensor | None, call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        q, table, lengths, starts, owners = self.arguments(op, call)
+        return op.attend(
+            q, pages, table, lengths, starts, scale=call.scale, causal=call.causal, tails=tails, tail_ids=owners,
+            sinks=self.sinks, out=out,
+        )  # fmt: skip
+
+    def arguments(self, op: KVOp, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """Queries, block table, lengths, starts and tail ids of a call."""
         rows = torch.tensor(call.rows, device=self.device)
         lengths = torch.tensor(call.lengths, dtype=torch.int32, device=self.device)
         starts = torch.tensor([0, *call.counts], device=self.device).cumsum(0).to(torch.int32)
-        return op.attend(
-            call.q, pages, self.table[rows], lengths, starts, scale=call.scale, causal=call.causal, tails=tails,
-            tail_ids=self.tail_ids[rows] if op.tail_bytes else None, sinks=self.sinks, out=out,
-        )  # fmt: skip
+        return call.q, self.table[rows], lengths, starts, self.tail_ids[rows] if op.tail_bytes else None
 
     def read(self, op: KVOp, pages: Tensor, tails: Tensor | None, row: int, length: int, start: int = 0) -> tuple[Tensor, Tensor]:
         tail = int(self.tail_ids[row]) if op.tail_bytes else None

@@ -87,7 +87,7 @@ class Plan:
 
     def _cache_cases(self, kernel: KVKernel) -> dict[str, Iterator[Case]]:
         """Of a cache: the same names, other functions."""
-        n, counts = kernel.numerics, {"determinism": 3, "batch_invariance": 3, "threads": 2, "module": 3, "opcheck": 1}
+        n, counts = kernel.numerics, {"determinism": 3, "batch_invariance": 3, "threads": 2, "module": 3, "compile": 1, "opcheck": 1}
         made = {name: self._sampled(name, counts.get(name, _SAMPLES)) for name in CACHE_FUNCTIONS}
         made |= {
             "declaration": iter([self._case("declaration", "all", self._tried[0][0])]), "refusals": self._refusals(),

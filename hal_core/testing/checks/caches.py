@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -333,6 +334,33 @@ def _bad_attends(subject: KVSubject, op: KVOp, pages: Tensor, tails: Tensor | No
     }  # fmt: skip
 
 
+def compiled(bench: Bench) -> Verdict:
+    """One graph of ``attend``, with the result of eager."""
+    subject = _subject(bench)
+    op = subject.prepare()
+    pages, tails = subject.filled(op)
+    torch._dynamo.reset()
+    try:
+        for call in subject.calls()[:2]:
+            given = subject.arguments(op, call)
+
+            function = partial(op.attend, scale=call.scale, tails=tails, sinks=subject.sinks)
+            try:
+                graph = torch.compile(
+                    lambda q, t, n, s, owners, f=function: f(q, pages, t, n, s, tail_ids=owners),
+                    fullgraph=True,
+                    backend="aot_eager",
+                )
+                found = graph(*given)
+            except Exception as error:
+                first = str(error).strip().splitlines()[0] if str(error).strip() else ""
+                raise CheckFailedError(f"torch.compile of attend: {type(error).__name__}: {first}") from error
+            subject.check(call, found, _stored(subject, op, pages, tails), "compiled attend")
+    finally:
+        torch._dynamo.reset()
+    return Verdict()
+
+
 def opcheck(bench: Bench) -> Verdict:
     """Schema and fake kernel of each torch op that the methods reach."""
     from hal_core.testing.checks.graph import Recorder, check_recorded
@@ -350,5 +378,5 @@ def opcheck(bench: Bench) -> Verdict:
 CACHE_FUNCTIONS: dict[str, Callable[[Bench], Verdict]] = {
     "accuracy": accuracy, "effects": effects, "layout": layout, "update": update, "memory": memory, "rows": rows,
     "determinism": determinism, "batch_invariance": batch_invariance, "threads": threads, "module": module, "errors": errors,
-    "opcheck": opcheck,
+    "compile": compiled, "opcheck": opcheck,
 }  # fmt: skip
