@@ -226,3 +226,11 @@ def test_input_scales_that_differ_between_experts_are_refused():
         prepared("trtllm_nvfp4", spec, replace(weights, up=replace(weights.up, input_scale=scales)))
     with pytest.raises(UnfitWeightsError, match="no static input scale"):
         prepared("trtllm_nvfp4", spec, replace(weights, down=replace(weights.down, input_scale=None)))
+
+
+def test_numbers_of_enumerations_are_flashinfers():
+    from flashinfer import tllm_enums
+
+    assert tllm_enums.ActivationType.Swiglu == moe._SWIGLU
+    assert (tllm_enums.WeightLayout.MajorK, tllm_enums.WeightLayout.BlockMajorK) == (moe._MAJOR_K, moe._BLOCK_MAJOR_K)
+    assert tllm_enums.RoutingMethodType.TopK == moe._TOP_K
