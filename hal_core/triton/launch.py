@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ def _launch(kernel: Any, grid: tuple[int, ...], values: dict[str, Any], warps: i
 run: Callable[[Any, tuple[int, ...], dict[str, Any], int, int], None] = _launch
 
 
+@functools.cache
 def arch_of(device: torch.device) -> str:
     """``sm_90`` or ``gfx942`` form; empty where there is no GPU (the interpreter)."""
     if device.type != "cuda":

@@ -107,21 +107,29 @@ class StepMatrix(nn.Module):
     def _packed(self, weight: QuantizedTensor) -> dict[str, Tensor | None]:
         if weight.scales is None:
             raise ShapeError(f"{weight.scheme} weight", "has no scales", "give a canonical quantized weight")
-        codes, perm = self._fields(weight), None
-        if weight.g_idx is not None:
-            perm = group_order(weight.g_idx, self.group)
-            codes = _columns(codes, perm)
+        perm = None if weight.g_idx is None else group_order(weight.g_idx, self.group)
         grids = {"scales": weight.scales, "zeros": weight.zeros, "mins": weight.mins}
         packed = {name: None if grid is None else self._spread(grid) for name, grid in grids.items()}
-        return {"codes": pack_steps(codes, self.scheme.bits), **packed, "perm": perm}
+        return {"codes": self._words(weight.values, perm), **packed, "perm": perm}
 
-    def _fields(self, weight: QuantizedTensor) -> Tensor:
-        """Codes as the layout stores them, uint8 ``[.., N, K]``."""
+    def _words(self, values: Tensor, perm: Tensor | None) -> Tensor:
+        """Packed codes, one matrix after another: unpacked ones take several times their memory."""
+        lead, bits = self.shape[:-2], self.scheme.bits
+        steps, n_pad = -(-self.k // step_size(bits)), -(-self.n // N_MULTIPLE) * N_MULTIPLE
+        words = torch.empty(*lead, steps, n_pad, _WORDS, dtype=torch.int32, device=values.device)
+        flat, orders = words.view(-1, steps, n_pad, _WORDS), None if perm is None else perm.view(-1, self.k)
+        for index, matrix in enumerate(values.reshape(-1, *values.shape[-2:])):
+            fields = self._fields(matrix)
+            flat[index] = pack_steps(fields if orders is None else _columns(fields, orders[index]), bits)
+        return words
+
+    def _fields(self, values: Tensor) -> Tensor:
+        """Codes of one matrix as the layout stores them, uint8 ``[N, K]``."""
         if self.scheme.bits == 4:
-            nibbles = unpack_nibbles(weight.values, self.k)
+            nibbles = unpack_nibbles(values, self.k)
             return nibbles ^ 8 if self.scheme.zero is ZeroKind.NONE else nibbles
-        values = weight.values.view(torch.uint8)
-        return values if self.scheme.zero is ZeroKind.NONE else values ^ 128
+        fields = values.view(torch.uint8)
+        return fields if self.scheme.zero is ZeroKind.NONE else fields ^ 128
 
     def _spread(self, grid: Tensor) -> Tensor:
         """``[.., N or 1, G]`` to ``[.., G, n_pad]``: a scale of the whole tensor stands at every output."""
