@@ -58,8 +58,8 @@ def figure_of(report: Report) -> Any:
         style = {"marker": _MARKERS[index % len(_MARKERS)], "linestyle": "-" if filled else ":", "markersize": 7}
         axes.plot(x, y, label=name, fillstyle="full" if filled else "none", **style)
     for m in dict.fromkeys(row.m for row in report.rows):
-        top = max((row for row in report.rows if row.m == m), key=lambda row: row.operations / row.seconds.median)
-        at = (_intensity(top), top.operations / top.seconds.median)
+        fastest = max((row for row in report.rows if row.m == m), key=lambda row: row.operations / row.seconds.median)
+        at = (_intensity(fastest), fastest.operations / fastest.seconds.median)
         axes.annotate(f"M = {m}", at, textcoords="offset points", xytext=(0, 7), ha="center", fontsize=8)
     axes.set_xlabel("operations for each byte of packed weights")
     axes.set_ylabel("operations per second")
