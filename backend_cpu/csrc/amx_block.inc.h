@@ -36,8 +36,8 @@ HAL_INLINE void tile_step(const char* weights) {
 }
 
 // Sums of 16 rows with `TILES` tiles of weights over `steps` tiles of k: [tile][16][16]. After each
-// product it calls between(how many there were, of how many), so that vector work fills the time
-// that the tiles take; what the core looks ahead is too short to find it by itself. Of the rows at
+// product it calls between(), so that vector work fills the time that the tiles take; what the core
+// looks ahead is too short to find it by itself. Of the rows at
 // `later` it fetches what the next 16 will need.
 template <Multiply HOW, int TILES, class F>
 HAL_INLINE void tile_products(const char* rows, const char* later, int64_t stride,
@@ -45,21 +45,21 @@ HAL_INLINE void tile_products(const char* rows, const char* later, int64_t strid
   tile_zero<0>();
   if constexpr (TILES > 1) tile_zero<1>();
   if constexpr (TILES > 2) tile_zero<2>(), tile_zero<3>();
-  const int64_t next = steps * kTileBytes, all = steps * TILES;
+  const int64_t next = steps * kTileBytes;
   for (int64_t s = 0; s < steps; ++s, weights += kTileBytes) {
     tile_load<4>(rows + s * 64, stride);
     for (int64_t r = 0; r < 16; ++r) __builtin_prefetch(later + r * stride + s * 64);
     tile_step<HOW, 0, 5>(weights);
-    between(s * TILES + 1, all);
+    between();
     if constexpr (TILES > 1) {
       tile_step<HOW, 1, 6>(weights + next);
-      between(s * TILES + 2, all);
+      between();
     }
     if constexpr (TILES > 2) {
       tile_step<HOW, 2, 7>(weights + 2 * next);
-      between(s * TILES + 3, all);
+      between();
       tile_step<HOW, 3, 5>(weights + 3 * next);
-      between(s * TILES + 4, all);
+      between();
     }
   }
   tile_store<0>(sums, 64);
@@ -147,22 +147,28 @@ static void amx_block(const Matrix& m, const Records& f, const Block& b, int64_t
   // While the tiles multiply 16 rows, the sums of the 16 before are added.
   alignas(64) char sums[2][TILES * kTileBytes];
   const char* first = rows.records + b.word * per_word * size;
-  const auto add = [&](int64_t at, int64_t from, int64_t end) {
-    const int64_t left = rows.count - at;
-    add_sums<OPERAND, SHIFT, ZERO, TILES>(sums[at / 16 & 1], a, f, b.index,
-                                          rows.records + at * f.stride, from,
-                                          end < left ? end : left, out + at * step, step);
+  const int64_t products = steps * TILES;
+  int64_t before = 0, row = 0, end = 0, share = 0;
+  const auto add = [&](int64_t stop) {
+    add_sums<OPERAND, SHIFT, ZERO, TILES>(sums[before / 16 & 1], a, f, b.index,
+                                          rows.records + before * f.stride, row, stop,
+                                          out + before * step, step);
+    row = stop;
   };
   for (int64_t r = 0; r < rows.count; r += 16) {
     const char* own = first + r * f.stride;
     // Behind the last rows come the first ones, a block later.
     const char* later = r + 16 < rows.count ? own + 16 * f.stride : first + steps * 64;
-    tile_products<HOW, TILES>(own, later, f.stride, weights, steps, sums[r / 16 & 1],
-                              [&](int64_t done, int64_t all) {
-                                if (r) add(r - 16, 16 * (done - 1) / all, 16 * done / all);
-                              });
+    tile_products<HOW, TILES>(own, later, f.stride, weights, steps, sums[r / 16 & 1], [&] {
+      // Each product's share of the rows.
+      int64_t stop = row;
+      for (share += end; share >= products; share -= products) ++stop;
+      add(stop);
+    });
+    before = r, row = 0, share = 0;
+    end = rows.count - r < 16 ? rows.count - r : 16;
   }
-  add((rows.count - 1) / 16 * 16, 0, 16);
+  add(end);
 }
 
 template <int TILES>
