@@ -2,7 +2,7 @@
 
 Set TRITON_INTERPRET=1 before triton is imported, then call ``repair`` before the first launch. Repaired: products and sums of bfloat16,
 which the interpreter holds as 16-bit integers and computes with as such; conversions between floats, which truncate where a GPU
-rounds to nearest, ties to even.
+rounds to nearest, ties to even; and constants of bfloat16, which Triton 3.6 has none of.
 """
 
 from __future__ import annotations
@@ -61,10 +61,16 @@ def _rounded(name: str, operation):
     return compute
 
 
+def _bfloat16(self, value):
+    bits = _converted(np.array([value], dtype=np.float32), tl.float32, tl.bfloat16)
+    return interpreter.TensorHandle(bits, tl.bfloat16)
+
+
 def repair() -> None:
     """Replace what is wrong, in this process."""
     interpreter._convert_float = _converted
     builder = interpreter.InterpreterBuilder
     builder.create_dot = _dot
+    builder.get_bf16 = _bfloat16
     for name, operation in (("create_fadd", np.add), ("create_fsub", np.subtract), ("create_fmul", np.multiply)):
         setattr(builder, name, _rounded(name, operation))
