@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -82,7 +82,9 @@ def bytes_of(scheme: str) -> float:
 
 
 def free_memory() -> int:
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Bytes that can be had without swapping."""
+    fields = dict(each.split(":") for each in Path("/proc/meminfo").read_text().splitlines())
+    return int(fields["MemAvailable"].split()[0]) * 1024
 
 
 def measured(calls: dict[str, Callable[[], Tensor]], rounds: int) -> dict[str, list[float]]:

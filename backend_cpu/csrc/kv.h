@@ -1,9 +1,9 @@
 // What crosses into the KV units built for one instruction set: plain data and function pointers
 // only, as in kernels.h.
 //
-// Page layout `cpu.kv16`. A page holds `page_size` tokens, a multiple of 16, of all kv heads, in
-// four parts without padding: codes of K, codes of V, scales of K, scales of V; each part is
-// [heads][tiles]. A tile is 16 tokens.
+// Page layout `cpu.kv16`. A page holds `page_size` tokens, a multiple of 16, of all kv heads, one
+// after the other, each in four parts without padding: codes of K, codes of V, scales of K, scales
+// of V. A head's parts lie together since a task reads one head of many pages. A tile is 16 tokens.
 //
 // Codes are "word lines" of 16 32-bit lanes. Of K a lane is a token and the depth is the channels;
 // of V a lane is a channel (of a group of 16) and the depth is the tile's tokens. A word of 32/b
@@ -58,7 +58,7 @@ struct KvSide {
   int64_t dim;
   int64_t tile_bytes;    // codes of one tile
   int64_t scales_bytes;  // one set of scales
-  int64_t codes_at, codes_head, scales_at, scales_head;  // offsets in a page and steps by head
+  int64_t codes_at, scales_at, head_bytes;  // offsets in a page, of head 0, and to the next head
   const float* codebook;   // turboquant: [2^b]
   const int16_t* table;    // the codebook in steps of `step`, repeated to 32 entries; or null
   float step;              // 1 without a table
@@ -72,7 +72,9 @@ struct KvSequence {
   const int32_t* block_row;
   const uint8_t* tail;  // two tiles of keys of the open group, of side `tail_side`; or null
   int64_t tail_begin;   // first position of the open group
-  int64_t fetch_end;    // positions below this are worth fetching ahead
+  int64_t length;
+  // Where this thread goes on after its stretch: its tiles are fetched early. -1 if nowhere.
+  int64_t next_head, next_begin;
 };
 
 // Query vectors of one kv head and what they have seen so far.

@@ -1,9 +1,12 @@
 // Attention over packed pages: which rows, heads and stretches of tokens make a task, and how
 // their results join.
 //
-// A unit is a few query rows of one kv head of one sequence. Its tokens are cut at multiples of
-// kSplit from the sequence's start, and the parts are merged in that order, whether one thread
-// takes them in turn or several at once: the numbers depend on nothing but the row and its cache.
+// A unit is a few query rows of one sequence and one or more kv heads. Its tokens are cut at multiples
+// of kKvSplit from the sequence's start, and each head's parts are merged in that order, whether one
+// thread takes them in turn or several at once: the numbers depend on nothing but the row and its
+// cache. A thread with several heads takes all of them over one stretch before it goes on to the next,
+// since their pages are the same.
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <memory>
@@ -42,7 +45,8 @@ struct Attention {
 };
 
 struct Unit {
-  int64_t sequence, first, rows, head;  // rows `first` on of q
+  int64_t sequence, first, rows;  // rows `first` on of q
+  int64_t head, heads;            // heads `head` on
   int64_t splits;
 };
 
@@ -104,11 +108,16 @@ void load_queries(const Attention& a, const Unit& u, Queries& x) {
     a.kernels->round_query(keys.side, x.q + i * d, x.q16 + i * d / 2, x.step + i, x.sum + i, x.wide + i);
 }
 
-void run_split(const Attention& a, const Unit& u, const Queries& x, int64_t index, bool goes_on,
+struct Next {
+  int64_t head, begin;
+};
+
+void run_split(const Attention& a, const Unit& u, const Queries& x, int64_t index, Next next,
                const Sums& to, void* work) {
   const KvConfig& c = *a.c;
   const int64_t length = a.lengths[u.sequence];
-  KvSequence s{a.pages, c.page_bytes, c.page_size, u.head, a.table + u.sequence * a.max_pages, nullptr, length, 0};
+  KvSequence s{a.pages, c.page_bytes, c.page_size, u.head, a.table + u.sequence * a.max_pages, nullptr, length,
+               length, next.head, next.begin < length ? next.begin : -1};
   if (c.tail_bytes && length % kKvGroup) {
     s.tail = a.tails + a.tail_ids[u.sequence] * c.tail_bytes + u.head * 2 * c.tail.tile_bytes;
     s.tail_begin = length - length % kKvGroup;
@@ -116,7 +125,6 @@ void run_split(const Attention& a, const Unit& u, const Queries& x, int64_t inde
   const KvQueries q{u.rows * a.per_kv, x.q, x.q16, x.step, x.sum, x.wide, x.low, x.high,
                     a.sink_tokens, a.soft_cap, to.max, to.sum, to.acc};
   const int64_t begin = index * kKvSplit, end = begin + kKvSplit < length ? begin + kKvSplit : length;
-  s.fetch_end = goes_on ? length : end;
   a.kernels->split(s, c.keys.side, c.values.side, c.tail, q, begin, end, work);
 }
 
@@ -169,22 +177,33 @@ void finish(const Attention& a, const Unit& u, const Sums& s, float* buffer) {
   }
 }
 
+Unit one_head(const Unit& u, int64_t i) { return {u.sequence, u.first, u.rows, u.head + i, 1, u.splits}; }
+
 // A whole unit on one thread.
 void run_unit(const Attention& a, const Unit& u) {
-  const int64_t count = u.rows * a.per_kv, floats = Sums::floats(a, count);
+  const int64_t count = u.rows * a.per_kv, floats = Sums::floats(a, count), bytes = Queries::bytes(a, count);
   const int64_t work = a.kernels->work_bytes(a.c->keys.side, a.c->values.side);
-  Scratch scratch(static_cast<size_t>(round_up(Queries::bytes(a, count), 64) + 2 * round_up(floats * 4, 64) + round_up(work, 64)));
-  Queries x(a, count, scratch.take<char>(Queries::bytes(a, count)));
-  const Sums total(scratch.take<float>(floats), count), part(scratch.take<float>(floats), count);
+  Scratch scratch(static_cast<size_t>(u.heads * round_up(bytes, 64) + (u.heads + 1) * round_up(floats * 4, 64) + round_up(work, 64)));
+  const Sums part(scratch.take<float>(floats), count);
   void* memory = scratch.take<char>(work);
-  load_queries(a, u, x);
-  clear(a, total, count);
-  for (int64_t i = 0; i < u.splits; ++i) {
-    if (!split_seen(a, u, x, i)) continue;
-    run_split(a, u, x, i, true, part, memory);
-    merge(a, total, part, count);
+  std::vector<Queries> queries;
+  std::vector<Sums> totals;
+  for (int64_t h = 0; h < u.heads; ++h) {
+    queries.emplace_back(a, count, scratch.take<char>(bytes));
+    totals.emplace_back(scratch.take<float>(floats), count);
+    load_queries(a, one_head(u, h), queries.back());
+    clear(a, totals.back(), count);
   }
-  finish(a, u, total, part.acc);
+  for (int64_t i = 0; i < u.splits; ++i) {
+    // What a row sees is the same for all heads.
+    if (!split_seen(a, u, queries[0], i)) continue;
+    for (int64_t h = 0; h < u.heads; ++h) {
+      const Next next = h + 1 < u.heads ? Next{u.head + h + 1, i * kKvSplit} : Next{u.head, (i + 1) * kKvSplit};
+      run_split(a, one_head(u, h), queries[static_cast<size_t>(h)], i, next, part, memory);
+      merge(a, totals[static_cast<size_t>(h)], part, count);
+    }
+  }
+  for (int64_t h = 0; h < u.heads; ++h) finish(a, one_head(u, h), totals[static_cast<size_t>(h)], part.acc);
 }
 
 struct Free {
@@ -198,7 +217,7 @@ Memory allocate(int64_t bytes) {
   return m;
 }
 
-// Few units: their splits are tasks of their own.
+// Few units, of one head each: their splits are tasks of their own.
 void run_by_split(const Attention& a, const std::vector<Unit>& units) {
   struct Part {
     int64_t unit, index;
@@ -234,7 +253,7 @@ void run_by_split(const Attention& a, const std::vector<Unit>& units) {
     const Sums to(result + sums_at[static_cast<size_t>(p)], u.rows * a.per_kv);
     if (!split_seen(a, u, x, part.index)) return clear(a, to, u.rows * a.per_kv);
     Scratch scratch(static_cast<size_t>(round_up(work, 64)));
-    run_split(a, u, x, part.index, false, to, scratch.take<char>(work));
+    run_split(a, u, x, part.index, {0, -1}, to, scratch.take<char>(work));
   });
   std::vector<int64_t> first(units.size() + 1, 0);
   for (size_t i = 0; i < units.size(); ++i) first[i + 1] = first[i] + units[i].splits;
@@ -251,22 +270,32 @@ void run_by_split(const Attention& a, const std::vector<Unit>& units) {
   });
 }
 
-void run(const Attention& a) {
+std::vector<Unit> units_of(const Attention& a, int64_t heads) {
   std::vector<Unit> units;
   const int64_t step = kUnitQueries / a.per_kv > 1 ? kUnitQueries / a.per_kv : 1;
-  int64_t work = 0, splits = 0;
-  for (int64_t b = 0; b < a.sequences; ++b) {
-    for (int64_t row = a.starts[b]; row < a.starts[b + 1]; row += step) {
-      const int64_t rows = a.starts[b + 1] - row < step ? a.starts[b + 1] - row : step;
-      const int64_t here = div_up(a.lengths[b], kKvSplit);
-      for (int64_t h = 0; h < a.c->heads; ++h) units.push_back({b, row, rows, h, here});
-      splits += here * a.c->heads;
-      work += a.lengths[b] * rows * a.heads * (a.dim() + a.value_dim());
-    }
-  }
-  const auto count = static_cast<int64_t>(units.size());
+  for (int64_t b = 0; b < a.sequences; ++b)
+    for (int64_t row = a.starts[b]; row < a.starts[b + 1]; row += step)
+      for (int64_t h = 0; h < a.c->heads; h += heads)
+        units.push_back({b, row, std::min(step, a.starts[b + 1] - row), h, heads, div_up(a.lengths[b], kKvSplit)});
+  return units;
+}
+
+void run(const Attention& a) {
   const int64_t threads = torch::stable::get_num_threads();
+  std::vector<Unit> units = units_of(a, 1);
+  auto count = static_cast<int64_t>(units.size());
+  int64_t work = 0, splits = 0, queries = 0;
+  for (const Unit& u : units) {
+    splits += u.splits;
+    work += a.lengths[u.sequence] * u.rows * a.per_kv * (a.dim() + a.value_dim());
+    queries = std::max(queries, u.rows * a.per_kv);
+  }
   if (work > kWorthThreads && count < 4 * threads && splits > count && threads > 1) return run_by_split(a, units);
+  // As many heads a unit as leave each thread a few, and as their sums leave in its cache.
+  int64_t heads = 1;
+  while (a.c->heads % (2 * heads) == 0 && count >= 8 * heads * threads && 2 * heads * queries <= kUnitQueries) heads *= 2;
+  if (heads > 1) units = units_of(a, heads);
+  count = static_cast<int64_t>(units.size());
   run_tasks(count, work > kWorthThreads, [&](int64_t i) { run_unit(a, units[static_cast<size_t>(i)]); });
 }
 

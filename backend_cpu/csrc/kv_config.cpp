@@ -130,14 +130,6 @@ void read_side(KvSideConfig& c, const KvSideArguments& a, const std::string& nam
   }
 }
 
-void place_side(KvSide& side, int64_t tiles, int64_t heads, bool grouped, int64_t codes_at,
-                int64_t scales_at) {
-  side.codes_head = tiles * side.tile_bytes;
-  side.scales_head = (grouped ? tiles / 2 : tiles) * side.scales_bytes;
-  side.codes_at = codes_at;
-  side.scales_at = scales_at;
-}
-
 }  // namespace
 
 KvConfig::KvConfig(const KvArguments& a, FloatKind dtype) : page_size(a.page_size), heads(a.heads) {
@@ -149,11 +141,13 @@ KvConfig::KvConfig(const KvArguments& a, FloatKind dtype) : page_size(a.page_siz
   if (keys.grouped() && page_size % kKvGroup != 0)
     fail("page_size is ", page_size, "; keys with scales per channel need a multiple of ", kKvGroup);
   const int64_t tiles = page_size / kKvTile;
-  place_side(keys.side, tiles, heads, keys.grouped(), 0, 0);
-  place_side(values.side, tiles, heads, false, heads * keys.side.codes_head, 0);
-  keys.side.scales_at = values.side.codes_at + heads * values.side.codes_head;
-  values.side.scales_at = keys.side.scales_at + heads * keys.side.scales_head;
-  page_bytes = values.side.scales_at + heads * values.side.scales_head;
+  KvSide &k = keys.side, &v = values.side;
+  k.codes_at = 0;
+  v.codes_at = tiles * k.tile_bytes;
+  k.scales_at = v.codes_at + tiles * v.tile_bytes;
+  v.scales_at = k.scales_at + (keys.grouped() ? tiles / 2 : tiles) * k.scales_bytes;
+  k.head_bytes = v.head_bytes = v.scales_at + tiles * v.scales_bytes;
+  page_bytes = heads * k.head_bytes;
   tail.kind = dtype == kFloat32 ? kKvFp32 : dtype == kFloat16 ? kKvFp16 : kKvBf16;
   tail.dim = a.key_dim;
   tail.step = 1.0f;
@@ -232,8 +226,8 @@ void check_tails(const std::optional<Tensor>& tails, const std::optional<Tensor>
 KvPlace kv_place(const KvSide& side, int64_t head, int64_t offset) {
   const int64_t tile = offset / kKvTile;
   const bool grouped = side.scales == kKvChannel || side.scales == kKvChannelMin;
-  return {side.codes_at + head * side.codes_head + tile * side.tile_bytes,
-          side.scales_at + head * side.scales_head + (grouped ? tile / 2 : tile) * side.scales_bytes,
+  return {side.codes_at + head * side.head_bytes + tile * side.tile_bytes,
+          side.scales_at + head * side.head_bytes + (grouped ? tile / 2 : tile) * side.scales_bytes,
           offset % kKvTile};
 }
 

@@ -65,11 +65,11 @@ static void token_scales(const KvSide& side, const uint16_t* scales, float* scal
 // Walks the tiles of a sequence, a division only where it starts.
 struct Walk {
   const KvSequence& s;
-  int64_t page, tile, tiles;
+  int64_t head, page, tile, tiles;
   const uint8_t* base;
 
-  inline __attribute__((always_inline)) Walk(const KvSequence& sequence, int64_t position)
-      : s(sequence), page(position / s.page_size), tile(position % s.page_size / kKvTile),
+  inline __attribute__((always_inline)) Walk(const KvSequence& sequence, int64_t kv_head, int64_t position)
+      : s(sequence), head(kv_head), page(position / s.page_size), tile(position % s.page_size / kKvTile),
         tiles(s.page_size / kKvTile), base(s.pages + s.block_row[page] * s.page_bytes) {}
   // `more`: there is a next tile, so its page may be looked up.
   inline __attribute__((always_inline)) void step(bool more) {
@@ -78,11 +78,11 @@ struct Walk {
     base = s.pages + s.block_row[++page] * s.page_bytes;
   }
   inline __attribute__((always_inline)) const uint8_t* codes(const KvSide& side) const {
-    return base + side.codes_at + s.head * side.codes_head + tile * side.tile_bytes;
+    return base + side.codes_at + head * side.head_bytes + tile * side.tile_bytes;
   }
   inline __attribute__((always_inline)) const uint16_t* scales(const KvSide& side) const {
     const int64_t set = per_channel(side) ? tile / 2 : tile;
-    return (const uint16_t*)(base + side.scales_at + s.head * side.scales_head + set * side.scales_bytes);
+    return (const uint16_t*)(base + side.scales_at + head * side.head_bytes + set * side.scales_bytes);
   }
 };
 
@@ -90,12 +90,14 @@ HAL_INLINE void fetch_scales(const uint16_t* scales, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) prefetch((const int32_t*)((const uint8_t*)scales + i));
 }
 
-static void find_next(const KvSequence& s, const KvSide& k, const KvSide& v, Block& b) {
-  const int64_t from = b.at + kKvBlock, left = s.fetch_end - from;
+static void find_next(const KvSequence& s, const KvSide& k, const KvSide& v, int64_t end, Block& b) {
+  const bool here = b.at + kKvBlock < end;
+  const int64_t from = here ? b.at + kKvBlock : s.next_begin, head = here ? s.head : s.next_head;
+  const int64_t left = from < 0 ? 0 : (here ? end : s.length) - from;
   const int64_t more = left <= 0 ? 0 : (left + kKvTile - 1) / kKvTile;
   const int64_t tiles = more < b.tiles ? more : b.tiles;
   if (tiles > 0) {
-    Walk next(s, from);
+    Walk next(s, head, from);
     for (int64_t t = 0; t < tiles; ++t, next.step(t < tiles)) {
       b.next_k[t] = next.codes(k);
       b.next_v[t] = next.codes(v);
@@ -110,10 +112,10 @@ static void find_next(const KvSequence& s, const KvSide& k, const KvSide& v, Blo
 }
 
 static void find_block(const KvSequence& s, const KvSide& k, const KvSide& v, int64_t at,
-                       int64_t tiles, Block& b) {
+                       int64_t tiles, int64_t end, Block& b) {
   b.at = at;
   b.tiles = tiles;
-  Walk here(s, at);
+  Walk here(s, s.head, at);
   for (int64_t t = 0; t < tiles; ++t, here.step(t < tiles)) {
     b.k[t] = b.k_stored[t] = here.codes(k);
     b.v[t] = here.codes(v);
@@ -121,7 +123,7 @@ static void find_block(const KvSequence& s, const KvSide& k, const KvSide& v, in
     token_scales(k, b.k_scales[t], b.k_scale + t * kKvTile, b.k_min + t * kKvTile);
     token_scales(v, here.scales(v), b.v_scale + t * kKvTile, b.v_min + t * kKvTile);
   }
-  find_next(s, k, v, b);
+  find_next(s, k, v, end, b);
 }
 
 // What one unit of 16 bits is worth where `bits` are those of the largest |x| and `total` is the sum
@@ -456,7 +458,7 @@ static void split(const KvSequence& s, const KvSide& k, const KvSide& v, const K
   for (int64_t at = begin; at < end; at += kKvBlock) {
     const int64_t left = end - at < kKvBlock ? end - at : kKvBlock;
     if (at + left <= low && at >= q.sink) continue;
-    find_block(s, k, v, at, (left + kKvTile - 1) / kKvTile, w.block);
+    find_block(s, k, v, at, (left + kKvTile - 1) / kKvTile, end, w.block);
     Block& b = w.block;
     if (keys || values) decode_block(k, v, k_codes, v_codes, keys, values, k_decoded, v_decoded, b);
     for (int64_t first = 0; first < q.count; first += kRows) {

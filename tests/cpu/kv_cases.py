@@ -14,6 +14,7 @@ from hal_core.dtypes import torch_dtype
 from hal_core.kv.op import KVOp, KVParams
 from hal_core.kv.scheme import parse_pair
 from hal_core.reference.kv import ReferenceKVOp
+from hal_core.reference.kv_attention import attention
 from hal_core.spec import KVCacheSpec
 
 KV_LEVELS = ("avx2", "avx512", "avx512vnni")
@@ -67,6 +68,16 @@ class Cache:
 
     def read(self, sequence: int, length: int, dtype: str = "fp32", start: int = 0) -> tuple[Tensor, Tensor]:
         return self.op.materialize(self.pages, self.rows[sequence], length, self.tails, sequence, dtype=dtype, start=start)
+
+
+def truth(of: Cache, q: Tensor, lengths: list[int], counts: list[int], **more) -> tuple[Tensor, Tensor]:
+    """The reference's attention over what the cache reads back, so that a code at a rounding border is the same in both."""
+    given = {"scale": None, "causal": True, "sinks": None} | more
+    found = []
+    for sequence, (part, length) in enumerate(zip(q.split(counts), lengths, strict=True)):
+        if len(part):
+            found.append(attention(of.op.spec, part.float(), *of.read(sequence, length), **given))
+    return torch.cat([out for out, _ in found]).to(q.dtype), torch.cat([lse for _, lse in found])
 
 
 def cache(op: KVOp, lengths: list[int]) -> Cache:
