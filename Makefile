@@ -34,10 +34,10 @@ INTERPRETED := tests/cuda/test_triton_interpreter.py tests/cuda/test_conformance
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-cuda lint native bench build install lock licences clean
+.PHONY: help demo test test-slow test-native test-cuda lint native bench build install lock licences clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' Makefile
 
 demo: $(STAMPS)/demo  ## install both wheels, chat with a real quantized model, run a small MoE, say which kernels ran and why
 	$(BIN)/python scripts/demo.py
@@ -63,6 +63,11 @@ bench: $(STAMPS)/installed  ## the speed and memory measurements of benchmarks/
 native: $(STAMPS)/venv  ## compile the native code as in the wheels, with warnings as errors
 	cmake --preset ci
 	cmake --build --preset ci
+
+test-native: $(STAMPS)/dev  ## the native CPU ops under the address and undefined-behaviour sanitizers
+	cmake --preset asan
+	cmake --build --preset asan
+	$(BIN)/python scripts/test_native.py build/asan/backend_cpu/_hal_backend_cpu.so $(PYTEST_ARGS)
 
 build: $(STAMPS)/core-wheel $(STAMPS)/cpu-wheel  ## build both wheels into dist/
 

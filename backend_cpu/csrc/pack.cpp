@@ -151,7 +151,8 @@ Tensor unpack(const Tensor& packed, int64_t n, int64_t k, int64_t bits, bool as_
     for (int64_t lane = 0; lane < kTile && row0 + lane < n; ++lane) {
       uint8_t* row = dst + (task / tiles * n + row0 + lane) * bytes;
       for (int64_t w = 0; w < words; ++w) {
-        uint32_t word = in[w * kTile + lane];
+        uint32_t word;
+        std::memcpy(&word, in + w * kTile + lane, sizeof word);  // at any address
         if (bits == 4) word = deinterleave(word);
         std::memcpy(row + w * 4, &word, static_cast<size_t>(std::min<int64_t>(4, bytes - w * 4)));
       }
