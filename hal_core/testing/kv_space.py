@@ -27,13 +27,14 @@ _HEADS = ((4, 2), (3, 3), (8, 1))
 #: Where a kernel serves every size.
 _DIMS = (64, 20, 96, 128, 80)
 _PAGES = (16, 64, 48, 32)
-#: In a quick run the widths beyond these say nothing new.
+#: Bits of a coordinate to try; the other widths say nothing new.
 _QUICK_BITS = (1.0, 2.0, 3.0, 4.0, 2.5, 3.25)
+_FULL_BITS = (*_QUICK_BITS, 1.5, 3.5, 5.0, 7.75, 8.0)
 
 
 def pairs_of(kernel: KVKernel, full: bool) -> tuple[tuple[KVScheme, KVScheme], ...]:
     """Every declared scheme on the sides that it is declared for, and some pairs of two schemes where these may be mixed."""
-    tried = [s for s in KV_SCHEMES if full or s.bits is None or s.bits in _QUICK_BITS]
+    tried = [s for s in KV_SCHEMES if s.bits is None or s.bits in (_FULL_BITS if full else _QUICK_BITS)]
     keys = [s for s in tried if _served(s, kernel.schemes.keys)]
     values = list(dict.fromkeys(s.for_values() for s in tried if _served(s.for_values(), kernel.schemes.values)))
     same = [(s, s.for_values()) for s in keys if s.for_values() in values]
