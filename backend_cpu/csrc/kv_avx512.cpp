@@ -11,6 +11,7 @@ namespace {
 #include "kv_simd_avx512.h"
 #include "kv_run.inc.h"
 #include "kv_products.inc.h"
+#include "kv_scores.inc.h"
 #include "kv_split.inc.h"
 #include "kv_rows.inc.h"
 #include "kv_quantize.inc.h"
