@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hal_core.errors import ShapeError, ValueDecodeError
@@ -154,7 +154,3 @@ class KVOp(Op):
     def update(self, weights: KVParams) -> None:
         """Take other parameters, e.g. scales computed from the first tokens. Pages written before are not converted."""
         raise ShapeError(f"{type(self).__name__}.update", "cannot take other parameters", "prepare the kernel again")
-
-    def with_source(self, source: str) -> KVParams:
-        """The parameters with another word for their source."""
-        return replace(self.params, source=source)

@@ -281,6 +281,10 @@ def test_calibrated_scales_are_kept_and_default_ones_are_refused_under_require()
             hal.kv_cache(spec, policy="require:reference")
         hal.kv_cache(spec_of("fp8", scales="computed"), policy="require:reference")
         hal.kv_cache(spec_of("int8"), policy="require:reference")
+        with pytest.raises(ShapeError, match="value_scale of fp8: missing"):
+            hal.kv_cache(spec, params=KVParams(torch.tensor(0.1), source="calibrated"))
+        with pytest.raises(ShapeError, match="key_scale of fp8: missing"):
+            hal.kv_cache(spec_of("fp8", scales="calibrated"))
 
 
 def test_the_function_of_the_package():
