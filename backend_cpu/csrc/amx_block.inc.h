@@ -6,7 +6,7 @@
 // same sequence, so that rows may go either way.
 
 // Fewer rows than this are multiplied by vector instructions, which need no whole tile.
-constexpr int64_t kFewRows = 6;
+constexpr int64_t kFewTileRows = 6;
 
 static void amx_enter() {
   TileConfig config = {};
@@ -217,7 +217,7 @@ static void amx_totals(const Matrix& m, const Records& f, int64_t tile, int64_t 
   int64_t most = rows.count;
   if (f.operand == kInt8Token || f.operand == kInt8Group) {
     const int64_t rest = rows.count % 16;
-    if (rest < kFewRows) most -= rest;
+    if (rest < kFewTileRows) most -= rest;
   }
   const BlockRows all{rows.records, most};
   for (int64_t c = 0; c < tiles && most;) {

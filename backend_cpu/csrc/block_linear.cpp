@@ -59,8 +59,8 @@ bool run_turn(const BlockLinearCall& c, const Records& form, int64_t begin, int6
 
 bool block_linear(const BlockLinearCall& c) {
   check_operand(c.w.first, c.level.operand, "");
-  // A few rows wait for memory alone: there the weights stay as they are.
-  const bool few = c.rows < kFewRescaled && c.level.operand == kInt8Rescaled;
+  // For few rows the weights stay as they are.
+  const bool few = c.level.operand == kInt8Rescaled && c.rows < few_rescaled(c.w.first);
   const Records form = records_for(c.w.first, few ? kInt8Token : c.level.operand);
   const int64_t turn = std::max(kBand, kRowBytes / form.stride / kBand * kBand);
   for (int64_t begin = 0; begin < c.rows; begin += turn)

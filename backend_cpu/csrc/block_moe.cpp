@@ -42,9 +42,9 @@ class BlockTurn {
         h_step_(round_up(call.intermediate, kTile)),
         threads_(torch::stable::get_num_threads()),
         worth_(pairs_ * c.hidden * c.intermediate > kWorthThreads) {
-    // A few rows wait for memory alone: there the weights stay as they are.
+    // For few rows an expert the weights stay as they are.
     const auto experts = static_cast<int64_t>(routing_.experts.size());
-    const bool few = level.operand == kInt8Rescaled && pairs_ < kFewRescaled * experts;
+    const bool few = level.operand == kInt8Rescaled && pairs_ < few_rescaled(c.up.first) * experts;
     operand_ = few ? kInt8Token : level.operand;
   }
 

@@ -132,7 +132,7 @@ Tensor linear(const LinearArgs& a, const Tensor* given) {
   auto* to = static_cast<char*>(out.data_ptr());
   const int64_t size = kind == kFloat32 ? 4 : 2, out_size = out_kind == kFloat32 ? 4 : 2;
   // Few rows are exact at the pace of memory.
-  const bool blocks = named && (level.operand != kBf16 || rows >= kFewRescaled);
+  const bool blocks = named && (level.operand != kBf16 || rows >= kFewRows);
   const bool inside = blocks
                           ? block_linear({level, w, from, to, kind, out_kind, size, out_size, rows})
                           : run({kernels, w, from, to, kind, out_kind, size, out_size, rows});

@@ -267,7 +267,7 @@ Tensor moe(const MoeArgs& a, const Tensor* given) {
   auto* data = static_cast<char*>(out.data_ptr());
   // Few rows an expert are exact at the pace of memory.
   const int64_t most = std::min(c.experts, c.tokens * c.slots);
-  if (named && (level.operand != kBf16 || c.tokens * c.slots >= kFewRescaled * most)) {
+  if (named && (level.operand != kBf16 || c.tokens * c.slots >= kFewRows * most)) {
     block_moe(c, level, data);
     return out;
   }

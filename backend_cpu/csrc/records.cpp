@@ -68,6 +68,8 @@ BlockLevel block_level(std::string_view name) {
        "avx512vnni:group and amx: with token, group, rescaled or bf16");
 }
 
+int64_t few_rescaled(const Matrix& w) { return std::clamp<int64_t>(w.group / 2, 8, 64); }
+
 Records records_for(const Matrix& w, Operand operand) {
   const bool half = operand == kBf16;
   Records r{};

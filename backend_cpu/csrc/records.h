@@ -7,8 +7,12 @@
 
 namespace hal_cpu {
 
-// Fewer rows a matrix than this are not worth rescaled weights, or bf16 tiles.
-constexpr int64_t kFewRescaled = 8;
+// Fewer rows a matrix than this are not worth bf16 tiles.
+constexpr int64_t kFewRows = 8;
+
+// Fewer rows a matrix than this are not worth rescaling its weights, which takes longer than taking
+// a group's sum by itself unless groups are short.
+int64_t few_rescaled(const Matrix& w);
 
 // What a word such as "avx512vnni:group" names: a level, and what becomes of activations there.
 struct BlockLevel {

@@ -14,6 +14,8 @@ from hal_core.transforms import GroupToChannel
 if TYPE_CHECKING:
     from hal_backend_cpu.ops import CpuLinear, CpuMoE
     from hal_core.kernel import LinearWeights, MoEWeights
+    from hal_core.machine import Machine
+    from hal_core.schemes import WeightScheme
     from hal_core.selection import Transform
     from hal_core.spec import LinearSpec, MoESpec
 
@@ -31,6 +33,11 @@ _BF16_NUMERICS = Numerics(operand="bf16", deterministic=True)
 _BF16_BOUND = 1.2e-2
 #: What rescaling adds to the error of int8 activations.
 _MORE = 2e-2
+
+
+def _rescaled_rank(scheme: WeightScheme) -> int:
+    """Above the kernels that leave the weights as they are where groups are short, whose sums cost those the most; else below."""
+    return 520 if (scheme.granularity.group or 128) < 128 else 490
 
 
 class LinearAMXToken(LinearAVX512VNNIToken):
@@ -61,6 +68,9 @@ class LinearAMXRescaled(LinearAVX512VNNIToken):
     numerics = _RESCALED_NUMERICS
     error_bound = LinearAVX512VNNIToken.error_bound + _MORE
     priority = 520
+
+    def rank(self, spec: LinearSpec, machine: Machine) -> int:
+        return _rescaled_rank(spec.weights)
 
     def transforms(self, spec: LinearSpec) -> tuple[Transform, ...]:
         return (_RESCALED.record,)
@@ -110,6 +120,9 @@ class MoEAMXRescaled(MoEAVX512VNNIToken):
     numerics = _RESCALED_NUMERICS
     error_bound = MoEAVX512VNNIToken.error_bound + _MORE
     priority = 520
+
+    def rank(self, spec: MoESpec, machine: Machine) -> int:
+        return _rescaled_rank(spec.up)
 
     def transforms(self, spec: MoESpec) -> tuple[Transform, ...]:
         return (_RESCALED.record,)
