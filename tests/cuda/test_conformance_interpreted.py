@@ -35,7 +35,7 @@ INTERPRETED = ("linear_triton", "linear_fp8_triton", "moe_triton", "moe_bf16_tri
 
 
 #: The interpreter takes seconds for what a GPU does in microseconds: so many cases of each check and kernel, spread evenly.
-EACH = {"accuracy": 4, "refusals": 40, "rows": 2, "routing": 2, "layout": 4}
+EACH = {"accuracy": 4, "refusals": 10, "rows": 2, "routing": 2, "layout": 4}
 
 
 class TestCudaKernels(BackendConformance):
