@@ -248,7 +248,7 @@ def _count(text: str) -> int:
 
 
 #: Libraries of kernels that backends call where they are installed.
-_PROVIDERS = ("humming-kernels", "flashinfer-python")
+_PROVIDERS = ("humming-kernels", "flashinfer-python", "amd-aiter")
 
 
 def _versions() -> tuple[Version, ...]:

@@ -25,6 +25,7 @@ FILE_NAME = "hal_backend.json"
 _DISTRIBUTION = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,98}[A-Za-z0-9])?\Z")
 #: Requirement specifiers alone: no option could name another index, no URL another source.
 _INSTALL = re.compile(r"(pip|python -m pip) install( +[\"']?[A-Za-z0-9][A-Za-z0-9._+=<>~!*,\[\]-]*[\"']?)+\Z")
+_REMARK = re.compile(r"[A-Za-z0-9 ,.:()_/+-]{0,120}\Z")
 _WORD = re.compile(r"[A-Za-z0-9_.*-]{1,64}\Z")
 _MOST_ITEMS = 256
 _MOST_CHARACTERS = 300
@@ -41,6 +42,7 @@ class BackendManifest:
     contract: version of the backend contract it was built for. torch: range of torch versions (PEP 440), empty for all.
     platforms: ``linux_x86_64`` forms, or ``any``. isa and architectures: the least that any of its kernels needs;
     empty for no need. ops: kinds of op it has kernels for. install: command that installs a fitting version.
+    tested: what its user should know of where it ran, in a few words; empty where its tests run it.
     """
 
     name: str
@@ -52,6 +54,7 @@ class BackendManifest:
     platforms: tuple[str, ...] = ("any",)
     isa: tuple[str, ...] = ()
     architectures: tuple[str, ...] = ()
+    tested: str = ""
 
     def __post_init__(self) -> None:
         if not self.name.isidentifier() or not self.name.isascii() or len(self.name) > 64:
@@ -74,6 +77,8 @@ class BackendManifest:
             raise ValueDecodeError("manifest.install", found, "use the form pip install hal-backend-cpu")
         if abs(self.contract) > 1 << 31 or len(self.torch) > _MOST_CHARACTERS:
             raise ValueDecodeError("manifest", "contract or torch is out of all proportion")
+        if not _REMARK.match(self.tested):
+            raise ValueDecodeError("manifest.tested", f"{self.tested[:80]!r} is not one plain sentence of at most 120 characters")
         for name, words in (("platforms", self.platforms), ("isa", self.isa), ("architectures", self.architectures)):
             if len(words) > _MOST_ITEMS or not all(map(_WORD.match, words)):
                 raise ValueDecodeError(f"manifest.{name}", "too many items, or an item that is not one plain word")

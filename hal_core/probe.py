@@ -50,7 +50,8 @@ class Probe:
         for row in self.backends:
             kernels = ", ".join(name.partition(".")[2] for name in row.kernels) or ("no kernels" if row.loaded else "")
             lines.append(f"  {row.name:{width}}  {row.status:9}  {row.distribution} {row.version}  {kernels}".rstrip())
-            lines += [f"  {'':{width}}  {reason}" for reason in row.refusals]
+            remark = "" if row.manifest is None else row.manifest.tested
+            lines += [f"  {'':{width}}  {remark}"] * bool(remark) + [f"  {'':{width}}  {reason}" for reason in row.refusals]
         lines += [f"tried: {trial}" for trial in self.trials]
         lines += [f"hint: {hint}" for hint in self.hints]
         return "\n".join(lines)

@@ -187,7 +187,7 @@ def _route_values(route: Route, tile: Tile, x_div: int) -> dict[str, Any]:
     return {
         **dict(zip(names, route.tensors, strict=True)), "rows": route.rows, "num_experts": route.num_experts, "experts": route.experts,
         "x_div": x_div, "ROUTE": route.kind, "HAS_MAP": route.has_map, "BM": tile.bm, "BN": tile.bn, "SPLIT": tile.split,
-        "SUB": route.sub(tile),
+        "SUB": route.sub(tile), **dict(tile.options),
     }  # fmt: skip
 
 
@@ -289,15 +289,22 @@ def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scales
 
 
-def quantize_fp8(x: Tensor, group: int | None) -> tuple[Tensor, Tensor]:
-    """``x [rows, k]`` to e4m3 codes and float32 scales ``[rows, ceil(k / group)]``; no group: one scale a token."""
+def quantize_fp8(x: Tensor, group: int | None, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
+    """``x [rows, k]`` to e4m3 codes and float32 scales ``[rows, ceil(k / group)]``; no group: one scale a token.
+
+    dtype: also float8_e4m3fnuz, whose numbers are half those of the same code in float8_e4m3fn. Its scales are twice as large, so that
+    both stand for the same numbers.
+    """
     rows, k = x.shape
     width = 1 << (k - 1).bit_length() if group is None else group
     groups = -(-k // width)
-    codes = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    codes = torch.empty_like(x, dtype=dtype)
     scales = torch.empty(rows, groups, dtype=torch.float32, device=x.device)
     if rows:
         bm = max(1, min(16, 4096 // width))
-        values = {"x_ptr": x, "q_ptr": codes, "s_ptr": scales, "rows": rows, "K": k, "groups": groups, "GROUP": width, "BM": bm}
+        top = 224.0 if dtype == torch.float8_e4m3fnuz else 448.0
+        values = {
+            "x_ptr": x, "q_ptr": codes, "s_ptr": scales, "rows": rows, "K": k, "groups": groups, "GROUP": width, "BM": bm, "TOP": top,
+        }  # fmt: skip
         run(quantizers.fp8_groups, (-(-rows // bm), groups), values, 4, 1)
     return codes, scales

@@ -63,7 +63,9 @@ def _room(asked: str, out: Tensor | None, shape: tuple[int, ...], dtype: torch.d
 
 
 class _Prepared(nn.Module):
-    """Views of packed buffers, made anew when these move."""
+    """Views of packed buffers, made anew when these move. ``packed``: how a weight is packed."""
+
+    packed = staticmethod(_packed)
 
     def _apply(self, fn: object, recurse: bool = True) -> _Prepared:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -83,7 +85,7 @@ class TritonLinear(_Prepared, QuantLinear):
         check_linear_weights(spec, weights)
         self.spec, self.kinds = spec, kinds_of(weights)
         self.dtype, self.output = torch_dtype(spec.dtype), torch_dtype(spec.output)
-        self.weight = _packed(weights.weight)
+        self.weight = self.packed(weights.weight)
         # integers of the same bits: Module.to(dtype) would round a float buffer
         self.register_buffer("bias", None if weights.bias is None else weights.bias.float().view(torch.int32))
         self.refresh()
@@ -132,8 +134,8 @@ class TritonExperts(_Prepared, MoEExperts):
         check_moe_weights(spec, weights)
         self.spec, self.kinds = spec, kinds_of(weights)
         self.dtype, self.output = torch_dtype(spec.dtype), torch_dtype(spec.output)
-        self.gate = None if weights.gate is None else _packed(weights.gate)
-        self.up, self.down = _packed(weights.up), _packed(weights.down)
+        self.gate = None if weights.gate is None else self.packed(weights.gate)
+        self.up, self.down = self.packed(weights.up), self.packed(weights.down)
         for name in ("gate_bias", "up_bias", "down_bias"):
             bias = getattr(weights, name)
             self.register_buffer(name, None if bias is None else bias.float().view(torch.int32))

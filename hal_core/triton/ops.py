@@ -71,7 +71,7 @@ def float_linear(x: Tensor, weight: FloatMatrix, out: Tensor, x_group: int = 128
     rows = x.shape[0]
     if rows:
         tile = linear_tile(arch_of(x.device), rows, weight.n, -(-weight.k // 128), _kind(weight))
-        codes, scales = (x, None) if weight.scales is None else quantize_fp8(x, x_group if weight.block else None)
+        codes, scales = (x, None) if weight.scales is None else quantize_fp8(x, x_group if weight.block else None, weight.weight.dtype)
         _linear(codes, scales, weight, out, tile, x_group)
     return out
 
@@ -183,5 +183,5 @@ def _unreduced(
 def _quantized(x: Tensor, experts: Experts) -> tuple[Tensor, Tensor | None]:
     if not experts.quantized_inputs:
         return x, None
-    blocked = isinstance(experts.up, FloatMatrix) and experts.up.block is not None
-    return quantize_fp8(x, experts.x_group if blocked else None)
+    assert isinstance(experts.up, FloatMatrix)  # as quantized_inputs says
+    return quantize_fp8(x, experts.x_group if experts.up.block is not None else None, experts.up.weight.dtype)

@@ -43,8 +43,8 @@ def int8_tokens(x_ptr, q_ptr, s_ptr, K, BK: tl.constexpr):
 
 
 @triton.jit
-def fp8_groups(x_ptr, q_ptr, s_ptr, rows, K, groups, GROUP: tl.constexpr, BM: tl.constexpr):
-    """``q = x / s`` in e4m3 with ``s = max(abs(x)) / 448`` of GROUP columns; what is not finite becomes NaN and has no part in it."""
+def fp8_groups(x_ptr, q_ptr, s_ptr, rows, K, groups, GROUP: tl.constexpr, BM: tl.constexpr, TOP: tl.constexpr):
+    """``q = x / s`` in e4m3 with ``s = max(abs(x)) / TOP`` of GROUP columns; what is not finite becomes NaN and has no part in it."""
     row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
     group = tl.program_id(1)
     k = group * GROUP + tl.arange(0, GROUP)
@@ -53,10 +53,10 @@ def fp8_groups(x_ptr, q_ptr, s_ptr, rows, K, groups, GROUP: tl.constexpr, BM: tl
     x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
     good = _finite(x)
     top = tl.max(tl.where(good, tl.abs(x), 0.0), axis=1)
-    scale = tl.where(top > 0, tl.div_rn(top, 448.0), 1.0)
+    scale = tl.where(top > 0, tl.div_rn(top, TOP), 1.0)
     code = tl.div_rn(tl.where(good, x, 0.0), tl.broadcast_to(scale[:, None], (BM, GROUP)))
-    # the largest may round above 448, where e4m3 has only NaN
-    code = tl.minimum(tl.maximum(code, -448.0), 448.0)
+    # the largest may round above 448, where e4m3 has only NaN; what the hardware's conversion makes of such numbers differs
+    code = tl.minimum(tl.maximum(code, -TOP), TOP)
     code = tl.where(good, code, float("nan"))
     tl.store(q_ptr + at, code.to(q_ptr.dtype.element_ty), mask=mask)
     tl.store(s_ptr + row * groups + group, scale, mask=row < rows)

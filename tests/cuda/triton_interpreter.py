@@ -14,7 +14,7 @@ from triton.runtime import interpreter
 
 _FLOATS = {
     tl.float64: torch.float64, tl.float32: torch.float32, tl.float16: torch.float16, tl.bfloat16: torch.bfloat16,
-    tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2,
+    tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2, tl.float8e4b8: torch.float8_e4m3fnuz,
 }  # fmt: skip
 _BITS = {1: (torch.uint8, np.uint8), 2: (torch.int16, np.uint16), 4: (torch.int32, np.uint32), 8: (torch.int64, np.uint64)}
 _convert = interpreter._convert_float

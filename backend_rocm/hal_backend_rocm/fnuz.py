@@ -1,0 +1,62 @@
+"""e4m3fn weights for gfx942, whose matrix units multiply e4m3fnuz.
+
+The same eight bits stand for half the number in e4m3fnuz, so codes stay and scales double, exactly. Two codes differ: 0x80, -0 in
+e4m3fn, is the only NaN of e4m3fnuz and becomes 0; 0x7f and 0xff, NaN in e4m3fn, would be 240 and -240 and become 0x80. Numbers come
+back exactly, the sign of a zero does not.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from hal_core.triton.modules import TritonExperts, TritonLinear
+from hal_core.triton.rows import RowMatrix
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hal_core.canonical import QuantizedTensor
+
+__all__ = ["FnuzExperts", "FnuzLinear", "FnuzRows", "from_fnuz", "to_fnuz"]
+
+_MINUS_ZERO, _NAN = 0x80, 0x7F
+
+
+def to_fnuz(values: Tensor) -> Tensor:
+    """float8_e4m3fn to the float8_e4m3fnuz of half the numbers."""
+    codes = values.view(torch.uint8)
+    nan = (codes & 0x7F) == _NAN
+    codes = torch.where(codes == _MINUS_ZERO, 0, codes)
+    return torch.where(nan, _MINUS_ZERO, codes).to(torch.uint8).view(torch.float8_e4m3fnuz)
+
+
+def from_fnuz(values: Tensor) -> Tensor:
+    """Inverse of :func:`to_fnuz`, for what it made: float8_e4m3fn of twice the numbers."""
+    codes = values.view(torch.uint8)
+    return torch.where(codes == _MINUS_ZERO, _NAN, codes).to(torch.uint8).view(torch.float8_e4m3fn)
+
+
+class FnuzRows(RowMatrix):
+    """As :class:`RowMatrix`, with e4m3fnuz codes and doubled scales. No ``unpack``: signs of zeros do not come back."""
+
+    unpack = None  # type: ignore[assignment]
+
+    def _packed(self, weight: QuantizedTensor) -> dict[str, Tensor | None]:
+        found = super()._packed(weight)
+        values, scales = found["weight"], found["scales"]
+        assert values is not None  # every scheme has values
+        return {"weight": to_fnuz(values), "scales": None if scales is None else 2 * scales}
+
+
+class FnuzLinear(TritonLinear):
+    """A linear with e4m3 weights on gfx942."""
+
+    packed = staticmethod(FnuzRows)
+
+
+class FnuzExperts(TritonExperts):
+    """Experts with e4m3 weights on gfx942."""
+
+    packed = staticmethod(FnuzRows)

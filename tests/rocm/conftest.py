@@ -1,0 +1,7 @@
+"""Helpers lie beside the tests, and those of the shared Triton kernels beside the CUDA backend's."""
+
+import pathlib
+import sys
+
+_HERE = pathlib.Path(__file__).parent
+sys.path[:0] = [str(_HERE), str(_HERE.parent / "cuda")]
