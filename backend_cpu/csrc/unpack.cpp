@@ -62,7 +62,8 @@ Tensor unpack_words(const Tensor& words, const std::string& order, int64_t bits,
     fail("words has shape ", shape_text(words), "; expected ", least, by_rows ? " columns" : " rows", " for ", count,
          " codes of ", bits, " bits");
   const int64_t n = by_rows ? in.rows : in.columns * (order == "awq" ? 8 : 1);
-  Tensor values = new_tensor({n, in.row_bytes()}, as_signed && bits != 4 ? ScalarType::Char : ScalarType::Byte);
+  const int64_t shape[2] = {n, in.row_bytes()};
+  Tensor values = new_weights(shape, 2, as_signed && bits != 4 ? ScalarType::Char : ScalarType::Byte);
   auto* out = static_cast<uint8_t*>(values.data_ptr());
   const UnpackKernels& use = kernels(isa);
   const auto kernel = by_rows ? use.rows : by_columns ? use.columns : use.awq;
