@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.metadata import distribution
 from typing import TYPE_CHECKING, Any
 
+from hal_backend_rocm.aiter_provider.kernels import KERNELS as PROVIDED
 from hal_backend_rocm.kernels import KERNELS
 from hal_core.manifest import FILE_NAME, BackendManifest
 
@@ -25,7 +26,7 @@ class RocmBackend:
         return tuple(device for device in machine.devices if device.kind == "rocm")
 
     def kernels(self) -> tuple[Kernel[Any], ...]:
-        return KERNELS
+        return (*KERNELS, *PROVIDED)
 
 
 backend = RocmBackend()

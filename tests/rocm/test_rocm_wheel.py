@@ -48,19 +48,21 @@ def test_wheel_holds_the_python_of_the_checkout_as_it_is_now(wheel, repository):
 
 
 def test_listing_kernels_imports_neither_triton_nor_aiter():
-    code = "import hal_backend_rocm.kernels, sys; print([n for n in ('triton', 'aiter') if n in sys.modules])"
+    both = "hal_backend_rocm.kernels, hal_backend_rocm.aiter_provider.kernels"
+    code = f"import {both}, sys; print([n for n in ('triton', 'aiter') if n in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip() == "[]"
 
 
 def test_every_kernel_of_the_wheel_is_of_a_kind_that_the_manifest_names(repository):
+    from hal_backend_rocm.aiter_provider.kernels import KERNELS as PROVIDED
     from hal_backend_rocm.kernels import KERNELS
 
     from hal_core.contract import kernel_problems
 
     ops = tuple(json.loads((repository / "backend_rocm" / "hal_backend.json").read_text(encoding="utf-8"))["ops"])
-    problems = {kernel.name: kernel_problems(kernel, ops) for kernel in KERNELS}
+    problems = {kernel.name: kernel_problems(kernel, ops) for kernel in (*KERNELS, *PROVIDED)}
     assert {name: found for name, found in problems.items() if found} == {}
-    assert len(problems) == len(KERNELS), "two kernels of one name"
+    assert len(problems) == len(KERNELS) + len(PROVIDED), "two kernels of one name"
 
 
 @pytest.mark.skipif(not os.environ.get("HAL_TEST_INSTALLED"), reason="needs the installed wheels; `make test-rocm` installs them")

@@ -1,0 +1,205 @@
+"""The prepared ops over AITER: weights in its order, one call. Bound against its signatures; no AMD GPU has run them."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hal_backend_rocm.aiter_provider.calls import bind
+from hal_backend_rocm.aiter_provider.entries import Entry, entry_refusals
+from hal_backend_rocm.aiter_provider.layouts import shuffled
+from hal_backend_rocm.fnuz import to_fnuz
+from hal_backend_rocm.targets import FP8_TYPE
+from hal_core.codes import effective_scales
+from hal_core.errors import ContractError, ShapeError, UnfitWeightsError
+from hal_core.ops import MoEExperts, QuantLinear, Routed
+from hal_core.triton.launch import arch_of, quantize_fp8, quantize_int8
+from hal_core.weight_checks import check_linear_weights, check_moe_weights, check_same_kind, kinds_of, refuse_gradients
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hal_core.canonical import QuantizedTensor
+    from hal_core.kernel import LinearWeights, MoEWeights
+    from hal_core.spec import LinearSpec, MoESpec
+
+__all__ = ["AiterExperts", "AiterLinear", "experts_tensors", "linear_tensors"]
+
+
+def _served(entry: Entry, spec: LinearSpec | MoESpec, target: str) -> None:
+    """The predicate of selection once more: no weight is converted for a call that would not be made."""
+    reasons = entry_refusals(entry, spec, target)
+    if reasons:
+        raise UnfitWeightsError(f"AITER's {entry.name}", "; ".join(reason.found for reason in reasons), reasons[0].fix)
+
+
+def _matrix(entry: Entry, target: str, weights: list[QuantizedTensor]) -> tuple[Tensor, Tensor | None]:
+    """Values ``[.., N, K]`` one matrix above the other, in the target's own fp8, and float32 scales beside them."""
+    values = torch.cat([weight.values for weight in weights], dim=-2)
+    grids = [effective_scales(weight.scales, None).float() for weight in weights if weight.scales is not None]
+    scales = torch.cat(grids, dim=-2) if grids else None
+    if entry.fp8 and FP8_TYPE[target] == "e4m3fnuz":
+        values, scales = to_fnuz(values), None if scales is None else 2 * scales
+    return (shuffled(values) if entry.shuffled else values).contiguous(), None if scales is None else scales.contiguous()
+
+
+def experts_tensors(entry: Entry, spec: MoESpec, weights: MoEWeights, target: str) -> dict[str, Tensor]:
+    """Tensors by the names of ``fused_moe``: gate above up in ``w1 [E, 2 I, H]``, down in ``w2 [E, H, I]``."""
+    _served(entry, spec, target)
+    assert weights.gate is not None  # entries serve gated experts alone
+    w1, w1_scale = _matrix(entry, target, [weights.gate, weights.up])
+    w2, w2_scale = _matrix(entry, target, [weights.down])
+    found = {"w1": w1, "w2": w2, "w1_scale": w1_scale, "w2_scale": w2_scale}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def linear_tensors(entry: Entry, spec: LinearSpec, weights: LinearWeights, target: str) -> dict[str, Tensor]:
+    """Tensors by the names of the product: ``WQ [N, K]``, ``w_scale [N, 1]`` or the grid of blocks."""
+    _served(entry, spec, target)
+    values, scales = _matrix(entry, target, [weights.weight])
+    assert scales is not None  # 8-bit schemes have scales
+    return {"WQ": values, "w_scale": scales}
+
+
+class _Held(nn.Module):
+    """Packed buffers that keep their dtypes, on the device that they were prepared for."""
+
+    entry: Entry
+
+    def _hold(self, tensors: dict[str, Tensor], device: torch.device) -> None:
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor.to(device))
+
+    def _refill(self, tensors: dict[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            self.get_buffer(name).copy_(tensor)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> _Held:
+        kept = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, before in kept.items():
+            after = self._buffers[name]
+            if before is not None and after is not None and after.dtype != before.dtype:
+                self._buffers[name] = before.to(after.device)
+        return self
+
+    def _weight(self, name: str) -> Tensor:
+        """AITER reads an attribute of the tensor, which copies and moves lose, so it is set at each call."""
+        found = self.get_buffer(name)
+        found.is_shuffled = self.entry.shuffled  # type: ignore[attr-defined]
+        return found
+
+
+def _place(device: torch.device | None, target: str | None) -> tuple[torch.device, str]:
+    found = device or torch.device("cuda", torch.cuda.current_device())
+    return found, target or arch_of(found)
+
+
+def _rows(asked: str, x: Any, k: int, device: torch.device) -> Tensor:
+    if not isinstance(x, torch.Tensor) or x.dim() < 1 or x.shape[-1] != k or x.dtype != torch.bfloat16 or x.device.type != device.type:
+        found = f"{x.dtype} {list(x.shape)} on {x.device}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
+        raise ShapeError(f"{asked} input", found, f"give torch.bfloat16 [.., {k}] on {device}")
+    refuse_gradients(asked, x)
+    return x.reshape(-1, k).contiguous()
+
+
+def _into(asked: str, out: Tensor | None, y: Tensor, shape: tuple[int, ...]) -> Tensor:
+    if out is None:
+        return y.view(shape)
+    if tuple(out.shape) != shape or out.dtype != y.dtype or out.device != y.device:
+        raise ShapeError(f"{asked} out", f"{out.dtype} {list(out.shape)} on {out.device}", f"give {y.dtype} {list(shape)} on {y.device}")
+    return out.copy_(y.view(shape))
+
+
+def _enum(kind: str, name: str) -> Any:
+    found = getattr(getattr(importlib.import_module("aiter"), kind, None), name, None)
+    if found is None:
+        raise ContractError(f"aiter.{kind}.{name}", "not there", "install a version of amd-aiter that this backend was made for")
+    return found
+
+
+class AiterExperts(_Held, MoEExperts):
+    """One call of ``fused_moe``, which sorts, quantizes activations and sums by itself."""
+
+    def __init__(
+        self, spec: MoESpec, weights: MoEWeights, entry: Entry, device: torch.device | None = None, target: str | None = None
+    ) -> None:
+        super().__init__()
+        check_moe_weights(spec, weights)
+        self.spec, self.entry, self.kinds = spec, entry, kinds_of(weights)
+        self.device, self.target = _place(device, target)
+        self.bound = bind(entry.call)
+        self._hold(experts_tensors(entry, spec, weights, self.target), self.device)
+
+    def arguments(self, x: Tensor, ids: Tensor, weights: Tensor) -> dict[str, Any]:
+        """What the call is made with. A skipped slot becomes expert 0 with a weight of 0: AITER has no word for it."""
+        skipped = ids < 0
+        scales = {name: self.get_buffer(name) for name in ("w1_scale", "w2_scale") if name in self._buffers}
+        return {
+            "hidden_states": x, "w1": self._weight("w1"), "w2": self._weight("w2"),
+            "topk_weight": torch.where(skipped, 0.0, weights.float() * self.spec.routed_scaling).contiguous(),
+            "topk_ids": torch.where(skipped, 0, ids).to(torch.int32).contiguous(),
+            "activation": _enum("ActivationType", "Silu"), "quant_type": _enum("QuantType", self.entry.quant_type), **scales,
+            "dtype": torch.bfloat16, "hidden_pad": 0, "intermediate_pad": 0,
+        }  # fmt: skip
+
+    def compute(
+        self, x: Any, routing: Any, expert_map: Tensor | None, out: Tensor | None, workspace: Tensor | None, reduce: bool
+    ) -> Tensor:
+        asked, spec = f"aiter {self.entry.name} experts", self.spec
+        if not reduce or expert_map is not None or not isinstance(routing, Routed):
+            found = "reduce=False" if not reduce else "an expert_map" if expert_map is not None else f"a {type(routing).__name__}"
+            raise ShapeError(asked, found, "give Routed ids of all experts and take their sum, or use the Triton kernels")
+        rows, ids, weights = _rows(asked, x, spec.hidden, self.device), routing.topk_ids, routing.topk_weights
+        if tuple(ids.shape) != (rows.shape[0], spec.top_k) or ids.shape != weights.shape or ids.dtype not in {torch.int32, torch.int64}:
+            found = f"x {list(x.shape)}, topk_ids {ids.dtype} {list(ids.shape)}, topk_weights {list(weights.shape)}"
+            raise ShapeError(asked, found, f"give x [T, {spec.hidden}], integer ids and weights [T, {spec.top_k}]")
+        y = self.bound(self.arguments(rows, ids, weights)) if rows.shape[0] else torch.empty_like(rows)
+        return _into(asked, out, y, tuple(rows.shape))
+
+    def update(self, weights: MoEWeights) -> None:
+        check_moe_weights(self.spec, weights)
+        check_same_kind(self.kinds, weights)
+        self._refill(experts_tensors(self.entry, self.spec, weights, self.target))
+
+    def workspace_size(self, max_tokens: int) -> int:
+        return 0
+
+
+class AiterLinear(_Held, QuantLinear):
+    """Activations quantized by this backend's Triton kernel, then one product of AITER."""
+
+    def __init__(
+        self, spec: LinearSpec, weights: LinearWeights, entry: Entry, device: torch.device | None = None, target: str | None = None
+    ) -> None:
+        super().__init__()
+        check_linear_weights(spec, weights)
+        self.spec, self.entry, self.kinds = spec, entry, kinds_of(weights)
+        self.device, self.target = _place(device, target)
+        self.bound = bind(entry.call)
+        self._hold(linear_tensors(entry, spec, weights, self.target), self.device)
+
+    def arguments(self, rows: Tensor) -> dict[str, Any]:
+        """What the call is made with: codes ``[M, K]`` and scales ``[M, 1]``, or one for every 128 columns."""
+        weight = self._weight("WQ")
+        if weight.dtype == torch.int8:
+            codes, scales = quantize_int8(rows)
+        else:
+            blocks = self.entry.quant is not None and self.entry.quant.granularity == "g128"
+            codes, scales = quantize_fp8(rows, 128 if blocks else None, weight.dtype)
+        wide = scales.view(rows.shape[0], -1)
+        return {"XQ": codes, "WQ": weight, "x_scale": wide, "w_scale": self.get_buffer("w_scale"), "dtype": torch.bfloat16}
+
+    def compute(self, x: Any, out: Tensor | None = None) -> Tensor:
+        asked, n = f"aiter {self.entry.name}", self.spec.n
+        rows = _rows(asked, x, self.spec.k, self.device)
+        y = self.bound(self.arguments(rows)) if rows.shape[0] else rows.new_empty(0, n)
+        return _into(asked, out, y, (*x.shape[:-1], n))
+
+    def update(self, weights: LinearWeights) -> None:
+        check_linear_weights(self.spec, weights)
+        check_same_kind(self.kinds, weights)
+        self._refill(linear_tensors(self.entry, self.spec, weights, self.target))

@@ -1,0 +1,124 @@
+"""What is selected on an MI300X and an MI355X, from stored facts: with AITER, without it, with a wrong one, with another torch.
+
+Each row: machine, what is installed, spec, the kernel chosen, and the reason for which AITER's kernel or the expected one is not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hal_backend_rocm.aiter_provider.kernels import KERNELS as PROVIDED
+from hal_backend_rocm.kernels import KERNELS
+
+from hal_core.errors import NoKernelError
+from hal_core.machine import Version
+from hal_core.numerics import numerics_from_word
+from hal_core.policy import Policy
+from hal_core.registry import RegisteredKernel
+from hal_core.schemes import WeightScheme
+from hal_core.select import candidates_from, select_from
+from hal_core.spec import Activation, LinearSpec, MoESpec
+from hal_core.stored import load_facts
+
+ALL = tuple(RegisteredKernel(f"rocm.{kernel.name}", "rocm", kernel) for kernel in (*KERNELS, *PROVIDED))
+ROCM, AITER = Version("torch", "2.11.0+rocm7.1"), Version("amd-aiter", "0.1.7.post2.dev18")
+SOFTWARE = {
+    "aiter": (ROCM, AITER),
+    "plain": (ROCM,),
+    "old": (ROCM, Version("amd-aiter", "0.1.5")),
+    "cuda torch": (Version("torch", "2.13.0"), AITER),
+}
+
+
+def moe(scheme, word="exact", hidden=2048, inner=768, **more):
+    s = WeightScheme.parse(scheme)
+    return MoESpec(128, 8, hidden, inner, s, s, s, numerics=numerics_from_word(word), **more)
+
+
+def linear(scheme, word="exact", n=4096, k=2048, **more):
+    return LinearSpec(n, k, WeightScheme.parse(scheme), numerics=numerics_from_word(word), **more)
+
+
+PTPC, BLOCK, BF16, INT8 = moe("fp8_e4m3:channel", "fp8"), moe("fp8_e4m3:b128x128", "fp8"), moe("bf16"), moe("int8:channel", "int8")
+#: machine, software, spec, chosen (None: nothing), the kernel asked about and the code of its first reason ("": it could serve too).
+ROWS = (
+    ("mi300x", "aiter", BF16, "moe_aiter_bf16", "moe_bf16_triton", ""),
+    ("mi300x", "aiter", PTPC, "moe_aiter_fp8_ptpc", "moe_fp8_rows_fnuz_triton", ""),
+    ("mi300x", "aiter", BLOCK, "moe_aiter_fp8_block", "moe_fp8_triton", "device.arch"),
+    ("mi300x", "aiter", INT8, "moe_aiter_int8", "moe_triton", ""),
+    ("mi300x", "aiter", moe("int8:channel"), "moe_triton", "moe_aiter_int8", "numerics.activations"),
+    ("mi300x", "aiter", moe("int4:g32"), "moe_triton", "moe_aiter_int8", "scheme.dtype"),
+    ("mi300x", "aiter", moe("fp8_e4m3:channel", "fp8", inner=192), "moe_fp8_rows_fnuz_triton", "moe_aiter_fp8_ptpc", "shape.multiple"),
+    ("mi300x", "aiter", moe("fp8_e4m3:b128x128", "fp8", inner=704), "moe_fp8_fnuz_triton", "moe_aiter_fp8_block", "shape.multiple"),
+    ("mi300x", "aiter", moe("bf16", inner=760), "moe_bf16_triton", "moe_aiter_bf16", "shape.multiple"),
+    ("mi300x", "aiter", moe("bf16", bias=True), "moe_bf16_triton", "moe_aiter_bf16", "epilogue.bias"),
+    ("mi300x", "aiter", moe("bf16", activation=Activation("gelu")), "moe_bf16_triton", "moe_aiter_bf16", "epilogue.activation"),
+    ("mi300x", "aiter", moe("bf16", router_weight_on_input=True), "moe_bf16_triton", "moe_aiter_bf16", "epilogue.router_weight_on_input"),
+    ("mi300x", "aiter", moe("bf16", expert_map=True, local_experts=64), "moe_bf16_triton", "moe_aiter_bf16", "epilogue.expert_map"),
+    ("mi300x", "aiter", moe("fp8_e4m3:tensor", "fp8"), "moe_fp8_rows_fnuz_triton", "moe_aiter_fp8_ptpc", "scheme.granularity"),
+    ("mi300x", "aiter", moe("fp16", dtype="fp16"), "moe_fp16_triton", "moe_aiter_bf16", "scheme.dtype"),
+    ("mi300x", "aiter", moe("fp8_e4m3:channel"), None, "moe_aiter_fp8_ptpc", "numerics.activations"),
+    ("mi300x", "plain", BF16, "moe_bf16_triton", "moe_aiter_bf16", "backend.package"),
+    ("mi300x", "plain", PTPC, "moe_fp8_rows_fnuz_triton", "moe_fp8_rows_triton", "device.arch"),
+    ("mi300x", "plain", BLOCK, "moe_fp8_fnuz_triton", "moe_aiter_fp8_block", "backend.package"),
+    ("mi300x", "old", PTPC, "moe_fp8_rows_fnuz_triton", "moe_aiter_fp8_ptpc", "backend.package"),
+    ("mi300x", "cuda torch", PTPC, None, "moe_aiter_fp8_ptpc", "backend.torch"),
+    ("mi300x", "cuda torch", moe("int4:g128"), None, "moe_triton", "backend.torch"),
+    ("mi355x", "aiter", BF16, "moe_aiter_bf16", "moe_bf16_triton", ""),
+    ("mi355x", "aiter", PTPC, "moe_aiter_fp8_ptpc", "moe_fp8_rows_triton", ""),
+    ("mi355x", "aiter", BLOCK, "moe_aiter_fp8_block", "moe_fp8_fnuz_triton", "device.arch"),
+    ("mi355x", "aiter", INT8, "moe_triton", "moe_aiter_int8", "device.arch"),
+    ("mi355x", "aiter", moe("mxfp4:g32"), None, "moe_triton", "scheme.dtype"),
+    ("mi355x", "plain", PTPC, "moe_fp8_rows_triton", "moe_fp8_rows_fnuz_triton", "device.arch"),
+    ("mi355x", "plain", BLOCK, "moe_fp8_triton", "moe_aiter_fp8_block", "backend.package"),
+    ("mi355x", "cuda torch", BF16, None, "moe_bf16_triton", "backend.torch"),
+    ("mi300x", "aiter", linear("int8:channel", "int8"), "linear_aiter_a8w8_int8", "linear_triton", ""),
+    ("mi300x", "aiter", linear("int8:channel"), "linear_triton", "linear_aiter_a8w8_int8", "numerics.activations"),
+    ("mi300x", "aiter", linear("fp8_e4m3:channel", "fp8"), "linear_aiter_a8w8_fp8", "linear_fp8_rows_triton", "device.arch"),
+    ("mi300x", "aiter", linear("fp8_e4m3:channel", "fp8", n=4100), "linear_fp8_rows_fnuz_triton", "linear_aiter_a8w8_fp8",
+     "shape.multiple"),
+    ("mi300x", "aiter", linear("fp8_e4m3:channel", "fp8", bias=True), "linear_fp8_rows_fnuz_triton", "linear_aiter_a8w8_fp8",
+     "epilogue.bias"),
+    ("mi300x", "aiter", linear("fp8_e4m3:b128x128", "fp8", k=2000), "linear_fp8_fnuz_triton", "linear_aiter_a8w8_fp8_block",
+     "shape.multiple"),
+    ("mi300x", "plain", linear("int4:g128"), "linear_triton", "linear_aiter_a8w8_int8", "scheme.dtype"),
+    ("mi355x", "aiter", linear("fp8_e4m3:b128x128", "fp8"), "linear_aiter_a8w8_fp8_block", "linear_fp8_triton", ""),
+    ("mi355x", "plain", linear("fp8_e4m3:channel", "fp8"), "linear_fp8_rows_triton", "linear_aiter_a8w8_fp8", "backend.package"),
+    ("mi355x", "aiter", linear("bf16"), None, "linear_triton", "scheme.dtype"),
+)  # fmt: skip
+
+
+def chosen(machine, spec):
+    candidates = candidates_from(spec, machine, Policy.parse("auto"), ALL)
+    try:
+        (interval,) = select_from(spec, machine, Policy.parse("auto"), ALL).intervals
+    except NoKernelError:
+        return None, candidates
+    return interval.kernel.removeprefix("rocm."), candidates
+
+
+@pytest.mark.parametrize(("name", "software", "spec", "wanted", "other", "code"), ROWS, ids=lambda v: v if isinstance(v, str) else None)
+def test_selection_is_as_the_table_says(name, software, spec, wanted, other, code):
+    machine = replace(load_facts(name), versions=SOFTWARE[software])
+    found, candidates = chosen(machine, spec)
+    assert found == wanted
+    (asked,) = (c for c in candidates if c.kernel == f"rocm.{other}")
+    codes = [reason.code for reason in asked.refusals]
+    assert (code in codes) if code else not codes, codes
+
+
+def test_the_table_covers_both_machines_and_every_kernel():
+    assert len(ROWS) >= 30
+    named = {name for row in ROWS for name in (row[3], row[4])}
+    assert {kernel.name for kernel in PROVIDED} <= named
+    assert {kernel.name for kernel in KERNELS} <= named
+
+
+def test_aiters_reasons_cite_its_own_lines():
+    machine = replace(load_facts("mi300x"), versions=SOFTWARE["aiter"])
+    _, candidates = chosen(machine, moe("fp8_e4m3:channel", "fp8", inner=192))
+    (asked,) = (c for c in candidates if c.kernel == "rocm.moe_aiter_fp8_ptpc")
+    (reason,) = asked.refusals
+    assert reason.asked == "intermediate=192"
+    assert "asm_moe_2stage.cu:187" in reason.found
