@@ -60,7 +60,7 @@ def test_the_loss_through_packed_pages_is_near_that_of_the_unquantized_cache(mod
 
 
 def test_the_simulation_gives_the_loss_of_packed_pages(model, ids):
-    """On average: sums in another order turn a few codes of 3 bits, and single tokens part. test_simulated.py holds attention itself to 2e-6."""
+    """On average: sums in another order turn a few codes, and single tokens part. test_simulated.py holds attention itself to 2e-6."""
     packed = measure(model, ids, WINDOW, cache=KVCache(model, "turboquant:3").emptied)
     with simulated_cache(model, *parse_pair("turboquant:3"), prompt=WINDOW):
         found = compare(packed, measure(model, ids, WINDOW))
