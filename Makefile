@@ -21,6 +21,7 @@ unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 # Folders are listed too: removing a file changes the time of its folder only.
 CORE_SOURCES := pyproject.toml README.md LICENSE $(shell find hal_core -name __pycache__ -prune -o \( -type d -o -name '*.py' -o -name '*.json' -o -name py.typed \) -print)
 CUDA_SOURCES := $(shell find backend_cuda \( -name __pycache__ -o -name build \) -prune -o -type f -print)
+ROCM_SOURCES := $(shell find backend_rocm \( -name __pycache__ -o -name build \) -prune -o -type f -print)
 CPU_SOURCES := $(shell find backend_cpu \( -name __pycache__ -o -name build -o -name '*.egg-info' \) -prune -o -type f -print)
 TESTS := tests/core tests/cpu tests/golden tests/packaging
 PYTEST := $(BIN)/pytest
@@ -30,11 +31,13 @@ CUDA_VENV := build/venv-cuda
 PROVIDER_NEEDS := apache-tvm-ffi click cuda-bindings einops filelock jinja2 ninja nvidia-ml-py requests tabulate tqdm
 FLASHINFER_NEXT := flashinfer-python==0.7.2.post1
 PROVIDER_TESTS := $(addprefix tests/cuda/providers/test_,flashinfer_calls.py flashinfer_experts.py flashinfer_layouts.py tuner_cache.py)
+# Published as a pre-release only, and never installed: its source is read for signatures.
+AITER := amd-aiter==0.1.7.post2.dev18
 INTERPRETED := tests/cuda/test_triton_interpreter.py tests/cuda/test_conformance_interpreted.py
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-native test-cuda lint native bench build install lock licences clean
+.PHONY: help demo test test-slow test-native test-cuda test-rocm lint native bench build install lock licences clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -52,6 +55,10 @@ test-cuda: $(CUDA_VENV)/installed $(CUDA_VENV)/providers  ## the CUDA backend wi
 	TRITON_DEFAULT_FP_FUSION=1 $(CUDA_VENV)/bin/pytest -m "not slow" tests/cuda $(PYTEST_ARGS)
 	TRITON_DEFAULT_FP_FUSION=1 TRITON_INTERPRET=1 $(CUDA_VENV)/bin/pytest -m "not slow" $(INTERPRETED) $(PYTEST_ARGS)
 	PYTHONPATH=$(CUDA_VENV)/next $(CUDA_VENV)/bin/pytest -m "not slow" $(PROVIDER_TESTS) $(PYTEST_ARGS)
+
+test-rocm: $(CUDA_VENV)/installed $(CUDA_VENV)/rocm $(CUDA_VENV)/aiter  ## the ROCm backend without a GPU: kernels compiled for each target, numbers in the interpreter, calls into AITER bound
+	TRITON_DEFAULT_FP_FUSION=1 $(CUDA_VENV)/bin/pytest -m "not slow" tests/rocm $(PYTEST_ARGS)
+	TRITON_DEFAULT_FP_FUSION=1 TRITON_INTERPRET=1 $(CUDA_VENV)/bin/pytest -m "not slow" tests/rocm/test_conformance_interpreted.py tests/rocm/test_fnuz.py tests/rocm/test_aiter_ops.py $(PYTEST_ARGS)
 
 lint: $(STAMPS)/dev  ## ruff over the whole repository, mypy --strict over hal_core
 	$(BIN)/ruff check .
@@ -107,6 +114,11 @@ $(STAMPS)/cuda-wheel: $(STAMPS)/venv $(CUDA_SOURCES)
 	$(PIP) wheel -q --no-build-isolation --no-deps -w dist ./backend_cuda
 	@touch $@
 
+$(STAMPS)/rocm-wheel: $(STAMPS)/venv $(ROCM_SOURCES)
+	rm -f dist/hal_backend_rocm-*.whl
+	$(PIP) wheel -q --no-build-isolation --no-deps -w dist ./backend_rocm
+	@touch $@
+
 $(CUDA_VENV)/deps: constraints.txt backend_cuda/constraints.txt | $(STAMPS)/core-wheel $(STAMPS)/cuda-wheel
 	test -x $(CUDA_VENV)/bin/python || $(PYTHON) -m venv $(CUDA_VENV)
 	$(CUDA_VENV)/bin/python -m pip --no-input install -q $(CONSTRAINTS) torch==$$(sed -n 's/^torch==//p' constraints.txt)
@@ -123,6 +135,16 @@ $(CUDA_VENV)/providers: backend_cuda/constraints.txt | $(CUDA_VENV)/deps
 
 $(CUDA_VENV)/installed: $(STAMPS)/core-wheel $(STAMPS)/cuda-wheel $(CUDA_VENV)/deps
 	$(CUDA_VENV)/bin/python -m pip --no-input install -q --force-reinstall --no-deps dist/hal_core-*.whl dist/hal_backend_cuda-*.whl
+	@touch $@
+
+# Beside the CUDA backend, in one environment: neither may break the other.
+$(CUDA_VENV)/rocm: $(STAMPS)/rocm-wheel $(CUDA_VENV)/installed
+	$(CUDA_VENV)/bin/python -m pip --no-input install -q --force-reinstall --no-deps dist/hal_backend_rocm-*.whl
+	@touch $@
+
+$(CUDA_VENV)/aiter: Makefile | $(CUDA_VENV)/deps
+	@mkdir -p build/aiter
+	$(CUDA_VENV)/bin/python -m pip --no-input download -q --pre --no-deps -d build/aiter $(AITER) || echo "$(AITER) cannot be had here: its tests are skipped"
 	@touch $@
 
 # Dependencies come from the wheel's own metadata, and are looked at again only when that can have changed.

@@ -1,6 +1,6 @@
 """The conformance kit on this backend's Triton kernels without a GPU: Triton's interpreter, repaired, on tensors of the host.
 
-The CUDA backend's tests do the same with the kernels that both share; here are those in e4m3fnuz, and a few of the others.
+The CUDA backend's tests do the same with the kernels that both share; here are those in e4m3fnuz.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ EACH = {"accuracy": 2, "refusals": 20, "layout": 2}
 
 class TestRocmKernels(BackendConformance):
     backend = "rocm"
-    kernels = tuple(here(kernel) for kernel in kernels.KERNELS if "fnuz" in kernel.name or kernel.name == "moe_triton")
+    kernels = tuple(here(kernel) for kernel in kernels.KERNELS if "fnuz" in kernel.name)
 
     unsupported: ClassVar = {
         f"rocm.*/routing/{word}*": "a wrong id raises at once on the host, and in hal.check() here"
         for word in (*STRAY_IDS, "map_past_the_end")
-    }
+    } | {"rocm.*/threads/*": "Triton's interpreter replaces its own functions while it runs: one thread at a time"}
 
     def pytest_generate_tests(self, metafunc):
         parametrize(self, metafunc, lambda check: EACH.get(check, 1))

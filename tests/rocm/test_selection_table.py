@@ -122,3 +122,16 @@ def test_aiters_reasons_cite_its_own_lines():
     (reason,) = asked.refusals
     assert reason.asked == "intermediate=192"
     assert "asm_moe_2stage.cu:187" in reason.found
+
+
+def row_of_docs(name, software, spec, wanted, other, code) -> str:
+    """The row as docs/backend-rocm.md lists it."""
+    told = str(spec).replace("moe E128 k8 H2048 ", "experts ")
+    machine = {"mi300x": "MI300X", "mi355x": "MI355X"}[name]
+    served = f"`{wanted}`" if wanted else "nothing"
+    return f"| {machine} | {software} | {told} | {served} | `{other}`: {f'`{code}`' if code else 'lower priority'} |"
+
+
+def test_docs_list_every_row(repository):
+    lines = (repository / "docs" / "backend-rocm.md").read_text(encoding="utf-8").splitlines()
+    assert [line for line in (row_of_docs(*row) for row in ROWS) if line not in lines] == []
