@@ -82,6 +82,8 @@ def test_every_reason_is_given():
         ({"name": "../cpu"}, "not a plain name"),
         ({"name": "cpu.x"}, "not a plain name"),
         ({"name": ""}, "not a plain name"),
+        ({"tested": "never run\n\x1b[31m"}, "manifest.tested"),
+        ({"tested": "a" * 121}, "manifest.tested"),
         ({"extra": 1}, "unknown field of BackendManifest"),
     ],
 )

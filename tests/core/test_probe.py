@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from core.fakes import MACHINE, row
+from core.fakes import MACHINE, manifest, row
 
 import hal_core as hal
 from hal_core.machine import Denied, Device
+from hal_core.manifest import BackendManifest
 from hal_core.probe import Probe, probe_from
 from hal_core.refusal import Refusal
 
@@ -31,6 +32,14 @@ def test_text_shows_machine_backends_reasons_and_hints():
     assert max(map(len, text.splitlines())) < 200
     assert Probe.from_json(probe.dumps()) == probe
     assert json.loads(probe.dumps())["backends"][1]["refusals"][0]["code"] == "backend.torch"
+
+
+def test_a_backend_that_never_ran_says_so():
+    told = replace(BackendManifest.parse(json.dumps(manifest("rocm"))), tested="compiled, never run")
+    probe = probe_from(MACHINE, (replace(row("rocm", "rocm.linear"), manifest=told), row("cpu", "cpu.int4")))
+    lines = [line.strip() for line in str(probe).splitlines()]
+    assert lines[lines.index("compiled, never run") - 1].startswith("rocm ")
+    assert Probe.from_json(probe.dumps()) == probe
 
 
 def test_a_cpu_without_its_backend_is_a_hint():

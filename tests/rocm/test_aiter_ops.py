@@ -17,8 +17,9 @@ pytest.importorskip("triton", reason="triton is not installed; `make test-rocm` 
 
 from hal_backend_rocm.aiter_provider.entries import LINEARS, MOES
 from hal_backend_rocm.aiter_provider.layouts import unshuffled
-from hal_backend_rocm.aiter_provider.ops import AiterExperts, AiterLinear
+from hal_backend_rocm.aiter_provider.ops import AiterExperts, AiterLinear, report_wrong_ids
 
+from hal_core.check import check
 from hal_core.errors import ShapeError, UnfitWeightsError
 from hal_core.kernel import LinearWeights, MoEWeights
 from hal_core.ops import Routed
@@ -168,6 +169,25 @@ def test_wrong_inputs_are_named():
     with pytest.raises(ShapeError, match="out"):
         op.apply(x, routing, out=torch.empty(1, 2))
     assert op.apply(x[:0], Routed(routing.topk_ids[:0], routing.topk_weights[:0])).shape == (0, H)
+
+
+def test_ids_out_of_range_reach_no_expert():
+    spec, weights, x, routing = problem(MOES[0])
+    op = AiterExperts(spec, weights, MOES[0], CPU, "gfx942")
+    wrong = routing.topk_ids.clone()
+    wrong[4, 1], wrong[5, 0] = E, -7
+    right = wrong.clone()
+    right[4, 1] = right[5, 0] = -1
+    assert torch.equal(op.apply(x, Routed(wrong, routing.topk_weights)), op.apply(x, Routed(right, routing.topk_weights)))
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter, TRITON_INTERPRET=1; or a GPU")
+def test_ids_out_of_range_are_reported():
+    report_wrong_ids(torch.tensor([[0, -1], [E - 1, 1]]), E)
+    check()
+    report_wrong_ids(torch.tensor([[0, 1], [2, E + 2]]), E)
+    with pytest.raises(ShapeError, match=f"{E + 2} at token 1, slot 1"):
+        check()
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter, TRITON_INTERPRET=1; or a GPU")

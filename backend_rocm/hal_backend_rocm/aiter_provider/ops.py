@@ -13,10 +13,11 @@ from hal_backend_rocm.aiter_provider.entries import Entry, entry_refusals
 from hal_backend_rocm.aiter_provider.layouts import shuffled
 from hal_backend_rocm.fnuz import to_fnuz
 from hal_backend_rocm.targets import FP8_TYPE
+from hal_core.check import device_flag
 from hal_core.codes import effective_scales
 from hal_core.errors import ContractError, ShapeError, UnfitWeightsError
 from hal_core.ops import MoEExperts, QuantLinear, Routed
-from hal_core.triton.launch import arch_of, quantize_fp8, quantize_int8
+from hal_core.triton.launch import arch_of, direct, flag_only, quantize_fp8, quantize_int8
 from hal_core.weight_checks import check_linear_weights, check_moe_weights, check_same_kind, kinds_of, refuse_gradients
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from hal_core.kernel import LinearWeights, MoEWeights
     from hal_core.spec import LinearSpec, MoESpec
 
-__all__ = ["AiterExperts", "AiterLinear", "experts_tensors", "linear_tensors"]
+__all__ = ["AiterExperts", "AiterLinear", "experts_tensors", "linear_tensors", "report_wrong_ids"]
 
 
 def _served(entry: Entry, spec: LinearSpec | MoESpec, target: str) -> None:
@@ -121,6 +122,12 @@ def _enum(kind: str, name: str) -> Any:
     return found
 
 
+def report_wrong_ids(ids: Tensor, num_experts: int) -> None:
+    """Leave the first id out of range where ``hal.check()`` finds it; waits for nothing."""
+    route = direct(ids.contiguous(), ids, None, num_experts, num_experts)
+    flag_only(route, device_flag(ids.device), ids.shape[1])
+
+
 class AiterExperts(_Held, MoEExperts):
     """One call of ``fused_moe``, which sorts, quantizes activations and sums by itself."""
 
@@ -135,8 +142,8 @@ class AiterExperts(_Held, MoEExperts):
         self._hold(experts_tensors(entry, spec, weights, self.target), self.device)
 
     def arguments(self, x: Tensor, ids: Tensor, weights: Tensor) -> dict[str, Any]:
-        """What the call is made with. A skipped slot becomes expert 0 with a weight of 0: AITER has no word for it."""
-        skipped = ids < 0
+        """What the call is made with. A slot that goes nowhere becomes expert 0 with a weight of 0: AITER has no word for it."""
+        skipped = (ids < 0) | (ids >= self.spec.num_experts)
         scales = {name: self.get_buffer(name) for name in ("w1_scale", "w2_scale") if name in self._buffers}
         return {
             "hidden_states": x, "w1": self._weight("w1"), "w2": self._weight("w2"),
@@ -157,6 +164,8 @@ class AiterExperts(_Held, MoEExperts):
         if tuple(ids.shape) != (rows.shape[0], spec.top_k) or ids.shape != weights.shape or ids.dtype not in {torch.int32, torch.int64}:
             found = f"x {list(x.shape)}, topk_ids {ids.dtype} {list(ids.shape)}, topk_weights {list(weights.shape)}"
             raise ShapeError(asked, found, f"give x [T, {spec.hidden}], integer ids and weights [T, {spec.top_k}]")
+        if rows.is_cuda and rows.shape[0]:
+            report_wrong_ids(ids, spec.num_experts)
         y = self.bound(self.arguments(rows, ids, weights)) if rows.shape[0] else torch.empty_like(rows)
         return _into(asked, out, y, tuple(rows.shape))
 
