@@ -55,8 +55,8 @@ def figure_of(report: Report) -> Any:
         rows = [row for row in report.rows if row.name == name]
         x, y = [_intensity(row) for row in rows], [row.operations / row.seconds.median for row in rows]
         filled = rows[0].role == "kernel"
-        style = {"marker": _MARKERS[index % len(_MARKERS)], "linestyle": "-" if filled else ":", "markersize": 7}
-        axes.plot(x, y, label=name, fillstyle="full" if filled else "none", **style)
+        marker, line = _MARKERS[index % len(_MARKERS)], "-" if filled else ":"
+        axes.plot(x, y, label=name, fillstyle="full" if filled else "none", marker=marker, linestyle=line, markersize=7)
     for m in dict.fromkeys(row.m for row in report.rows):
         fastest = max((row for row in report.rows if row.m == m), key=lambda row: row.operations / row.seconds.median)
         at = (_intensity(fastest), fastest.operations / fastest.seconds.median)
