@@ -33,7 +33,8 @@ struct Attention {
   const uint8_t* tails;
   const int32_t* tail_ids;
   const float* sinks;
-  float scale, soft_cap;
+  double soft_cap;  // 0 for none
+  float scale;
   bool causal;
   int64_t window, sink_tokens;
   char* out;
@@ -123,7 +124,7 @@ void run_split(const Attention& a, const Unit& u, const Queries& x, int64_t inde
     s.tail_begin = length - length % kKvGroup;
   }
   const KvQueries q{u.rows * a.per_kv, x.q, x.q16, x.step, x.sum, x.wide, x.low, x.high,
-                    a.sink_tokens, a.soft_cap, to.max, to.sum, to.acc};
+                    a.sink_tokens, static_cast<float>(a.soft_cap), to.max, to.sum, to.acc};
   const int64_t begin = index * kKvSplit, end = begin + kKvSplit < length ? begin + kKvSplit : length;
   a.kernels->split(s, c.keys.side, c.values.side, c.tail, q, begin, end, work);
 }
@@ -363,7 +364,9 @@ void attend(const AttendTensors& t, const KvArguments& arguments, Attention a, c
   }
   check_range(a.window, "window", 0, kMaxDim);
   check_range(a.sink_tokens, "sink_tokens", 0, kMaxDim);
-  if (!(a.soft_cap >= 0.0f) || std::isinf(a.soft_cap)) fail("soft_cap is ", a.soft_cap, "; expected 0 for none, or more");
+  // The kernels cap in float32, where a smaller one would be 0, which means none.
+  if (a.soft_cap != 0.0 && !(a.soft_cap > 0.0 && std::isnormal(static_cast<float>(a.soft_cap))))
+    fail("soft_cap is ", a.soft_cap, "; expected 0 for none, or a normal float32 from 1.2e-38 to 3.4e38");
   if (!std::isfinite(a.scale)) fail("scale is ", a.scale);
   a.q = static_cast<const char*>(t.q.data_ptr());
   a.pages = static_cast<const uint8_t*>(t.pages.data_ptr());
@@ -389,7 +392,7 @@ void kv_attend_op(StableIValue* stack, uint64_t inputs, uint64_t) {
   a.causal = args.boolean();
   a.window = args.integer();
   a.sink_tokens = args.integer();
-  a.soft_cap = static_cast<float>(args.real());
+  a.soft_cap = args.real();
   const std::string isa = args.text();
   const Tensor out = args.tensor(), lse = args.tensor();
   attend({q, pages, table, lengths, starts, tails, tail_ids, sinks, out, lse}, cache, a, isa);

@@ -101,10 +101,11 @@ class CpuKV(KVOp):
         if (sinks is not None) != s.sinks:
             raise ShapeError("sinks", "missing" if sinks is None else "given", f"the spec says sinks={s.sinks}")
         tails, tail_ids = self._tails(tails, tail_ids)
+        table = _ints("block_table", block_table, _used(block_table, lengths, s.page_size))
         result = q.new_empty(q.shape[0], s.num_heads, s.v_dim) if out is None else out
         lse = q.new_empty(q.shape[0], s.num_heads, dtype=torch.float32)
         self._call(
-            _ATTEND, q.contiguous(), pages, _ints(block_table), _ints(lengths), _ints(query_starts), tails, tail_ids, sinks,
+            _ATTEND, q.contiguous(), pages, table, _ints("lengths", lengths), _ints("query_starts", query_starts), tails, tail_ids, sinks,
             *self._cache(), s.head_dim**-0.5 if scale is None else scale, causal, s.window or 0, s.sink_tokens, s.soft_cap or 0.0,
             self.isa, result, lse,
         )  # fmt: skip
@@ -122,19 +123,18 @@ class CpuKV(KVOp):
         start: int = 0,
     ) -> tuple[Tensor, Tensor]:
         s, wanted = self.spec, torch_dtype(dtype or self.spec.dtype)
-        if not 0 <= start <= length:
-            raise ShapeError("length", f"positions {start} to {length}", "give 0 <= start <= length")
+        row = self._row(block_row, start, length)
         k = torch.empty(length - start, s.num_kv_heads, s.head_dim, dtype=wanted)
         v = torch.empty(length - start, s.num_kv_heads, s.v_dim, dtype=wanted)
         tails, tail_ids = self._tails(tails, _one(tail_id))
-        self._call(_READ, pages, _ints(block_row), start, length, tails, tail_ids, *self._cache(), self.dtype, self.isa, k, v)
+        self._call(_READ, pages, row, start, length, tails, tail_ids, *self._cache(), self.dtype, self.isa, k, v)
         return k, v
 
     def reopen(self, pages: Tensor, block_row: Tensor, length: int, tails: Tensor | None, tail_id: int | None) -> None:
         if self._tail_bytes and length % 32:
             if tails is None or tail_id is None:
                 raise ShapeError("tails", "missing", f"{self.spec.keys} keys need uint8 [.., {self._tail_bytes}] for open groups")
-            self._call(_REOPEN, pages, _ints(block_row), length, tails, _one(tail_id), *self._cache(), self.dtype, self.isa)
+            self._call(_REOPEN, pages, self._row(block_row, 0, length), length, tails, _one(tail_id), *self._cache(), self.dtype, self.isa)
 
     def update(self, weights: KVParams) -> None:
         """Other static scales; pages written before keep their codes."""
@@ -159,7 +159,16 @@ class CpuKV(KVOp):
         """As the native ops take them; both None where there is no open group."""
         if not self._tail_bytes:
             return None, None
-        return tails, None if tail_ids is None else _ints(tail_ids)
+        return tails, None if tail_ids is None else _ints("tail_ids", tail_ids)
+
+    def _row(self, block_row: Tensor, start: int, length: int) -> Tensor:
+        """As the native ops take it; raises unless its pages hold the positions, before anything of their size is made."""
+        if block_row.dim() != 1:
+            raise ShapeError("block_row", f"{list(block_row.shape)}", "give [pages], the sequence's in order")
+        size = self.spec.page_size
+        if not 0 <= start <= length <= len(block_row) * size:
+            raise ShapeError("length", f"positions {start} to {length}", f"the row has {len(block_row)} pages of {size} tokens")
+        return _ints("block_row", block_row, torch.arange(len(block_row)) * size < length)
 
     def _check_floats(self, what: str, x: Tensor) -> None:
         if x.dtype != self.dtype:
@@ -182,13 +191,31 @@ def _native_name(scheme: KVScheme) -> str:
     return scheme.kind if scheme.kind == "fp8" else str(scheme)
 
 
-def _ints(x: Tensor) -> Tensor:
-    """int32 and contiguous; the native ops check its values."""
-    x = x.int() if x.dtype == torch.int64 else x
+def _ints(what: str, x: Tensor, used: Tensor | None = None) -> Tensor:
+    """int32 and contiguous; raises where an int64 that is ``used`` does not fit. The native ops check what does."""
+    if x.dtype == torch.int64:
+        narrow = x.int()
+        wrong = narrow != x if used is None else (narrow != x) & used
+        if torch.compiler.is_compiling():
+            # raising by value would break the graph; no native op takes this one
+            narrow = torch.where(wrong, torch.iinfo(torch.int32).min, narrow)
+        elif bool(wrong.any()):
+            at = wrong.nonzero()[0].tolist()
+            raise ShapeError(f"{what}{at}", f"{int(x[tuple(at)])}", "no id, length or start is beyond 32 bits")
+        x = narrow
     return x if x.is_contiguous() else x.contiguous()
 
 
+def _used(table: Tensor, lengths: Tensor, page_size: int) -> Tensor | None:
+    """Entries that are read; None, for all, where the native op refuses the shapes or the 32-bit entries need no mask."""
+    if table.dtype != torch.int64 or table.dim() != 2 or lengths.shape != table.shape[:1]:
+        return None
+    return torch.arange(table.shape[1]) * page_size < lengths[:, None]
+
+
 def _one(tail_id: int | None) -> Tensor | None:
+    if tail_id is not None and not 0 <= tail_id < 2**31:
+        raise ShapeError("tail_id", f"{tail_id}", "give the number of one of the tails")
     return None if tail_id is None else torch.tensor([tail_id], dtype=torch.int32)
 
 

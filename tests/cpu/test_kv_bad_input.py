@@ -56,6 +56,8 @@ APPEND = {
         r"tails has shape \[2, 8191\]; expected \[sequences, 8192\]",
     ),
     "a tail that is not there": ({"tail_ids": lambda a: ints(1, 1, 1, 2)}, r"tail_ids\[3\] is 2; expected 0 to 1"),
+    "a tail beyond 32 bits": ({"tail_ids": lambda a: torch.tensor([1, 1, 1, 2**32])}, r"tail_ids\[3\]: 4294967296"),
+    "a slot beyond 32 bits": ({"slots": lambda a: a["slots"] + 2**32}, r"slots\[0\] is 42\d+; expected -1 or 0 to \d+"),
     "too few tail ids": ({"tail_ids": lambda a: ints(1)}, r"tail_ids has shape \[1\]; expected \[4\], one a token"),
 }
 
@@ -84,6 +86,11 @@ ATTEND = {
     "more queries than tokens": ({"lengths": lambda a: ints(1, 40)}, "sequence 0 has 2 query rows and 1 cached tokens"),
     "falling query starts": ({"query_starts": lambda a: ints(0, 4, 3)}, r"query_starts\[2\] is 3, below 4"),
     "query starts of other rows": ({"query_starts": lambda a: ints(0, 2, 5)}, "query_starts runs from 0 to 5; expected 0 to 3"),
+    "a page beyond 32 bits": ({"block_table": lambda a: a["block_table"].long() + 2**32}, r"block_table\[0, 0\]: 42949\d+"),
+    "a page below 32 bits": ({"block_table": lambda a: a["block_table"].long() - 2**32}, r"block_table\[0, 0\]: -42949\d+"),
+    "a length beyond 32 bits": ({"lengths": lambda a: torch.tensor([70, 2**32 + 40])}, r"lengths\[1\]: 4294967336"),
+    "query starts beyond 32 bits": ({"query_starts": lambda a: torch.tensor([0, 2**32 + 2, 3])}, r"query_starts\[1\]: 4294967298"),
+    "a tail beyond 32 bits": ({"tail_ids": lambda a: torch.tensor([0, 2**32 + 1])}, r"tail_ids\[1\]: 4294967297"),
     "too few lengths": ({"lengths": lambda a: ints(70)}, r"lengths has shape \[1\]; expected \[2\]"),
     "floats for a table": ({"block_table": lambda a: a["block_table"].float()}, "block_table is float32; expected int32"),
     "a table of one dimension": ({"block_table": lambda a: a["block_table"][0]}, r"block_table has shape \[3\]"),
@@ -120,8 +127,15 @@ def test_reading_refuses():
     native, _, _ = given()
     row = native.rows[0]
     for change, message in (
-        ({"length": 97}, "length is 97; expected 0 to 96"),
+        ({"length": 97}, "positions 0 to 97; the row has 3 pages of 32 tokens"),
+        ({"length": 2**40}, "positions 0 to 1099511627776; the row has 3 pages"),  # half a pebibyte, were it allocated
+        ({"length": 2**70}, "positions 0 to 1180591620717411303424"),
         ({"start": 71}, "positions 71 to 70"),
+        ({"start": -1}, "positions -1 to 70"),
+        ({"block_row": row.long() + 2**32}, r"block_row\[0\]: 42949\d+"),
+        ({"block_row": row[None]}, r"block_row: \[1, 3\]"),
+        ({"tail_id": 2**32}, "tail_id: 4294967296"),
+        ({"tail_id": 2**70}, "tail_id: 1180591620717411303424"),
         ({"block_row": row + 99}, r"block_row\[0\] is \d+"),
         ({"tail_id": 2}, r"tail_ids\[0\] is 2; expected 0 to 1"),
         ({"tails": None}, "tails and tail_ids must be given"),
@@ -131,7 +145,46 @@ def test_reading_refuses():
             native.op.materialize(**arguments)
     with pytest.raises(ShapeError, match="tails"):
         native.op.reopen(native.pages, row, 70, None, None)
+    for change, message in (
+        ({"length": 97}, "positions 0 to 97"),
+        ({"block_row": row.long() + 2**32}, r"block_row\[0\]: 42949\d+"),
+        ({"tail_id": 2**32}, "tail_id: 4294967296"),
+    ):
+        with pytest.raises(ShapeError, match=message):
+            native.op.reopen(**{"pages": native.pages, "block_row": row, "length": 45, "tails": native.tails, "tail_id": 0} | change)
     native.op.reopen(native.pages, row, 64, None, None)
+
+
+def test_entries_behind_the_last_page_may_be_anything():
+    native, _, attend = given()
+    wanted = native.op.attend(**attend)
+    table = attend["block_table"].long()
+    table[1, 2] = 2**40
+    assert all(map(torch.equal, native.op.attend(**attend | {"block_table": table}), wanted))
+    read = native.op.materialize(native.pages, table[1], 40, native.tails, 1)
+    assert all(map(torch.equal, read, native.op.materialize(native.pages, native.rows[1], 40, native.tails, 1)))
+
+
+def test_compiled_calls_refuse_what_does_not_fit_too():
+    native, _, attend = given()
+    lengths = attend["lengths"].long()
+
+    def step(q, table, lengths):
+        return native.op.attend(**attend | {"q": q, "block_table": table, "lengths": lengths})[0]
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    table = attend["block_table"].long()
+    assert torch.equal(compiled(attend["q"], table, lengths), native.op.attend(**attend)[0])
+    for wrong in ((table + 2**32, lengths), (table, lengths + 2**32)):
+        with pytest.raises(RuntimeError, match="is -2147483648"):
+            compiled(attend["q"], *wrong)
+
+
+@pytest.mark.parametrize("cap", [1e-60, 1e-40, 1e39])
+def test_a_cap_that_float32_cannot_hold(cap):
+    native, _ = both(spec_of("bf16", soft_cap=cap), [9])
+    with pytest.raises(ShapeError, match=re.escape(f"soft_cap is {cap:g}")):
+        native.attend(queries(native.op.spec, 1), [9], [1])
 
 
 def test_skipped_tokens_change_nothing():

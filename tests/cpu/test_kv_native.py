@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import zlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,9 +17,11 @@ from torch import Tensor
 from hal_backend_cpu import kv_kernels
 from hal_backend_cpu.kv_ops import CpuKV
 from hal_core.kv.codebook import midpoints
+from hal_core.kv.make import kv_cache
 from hal_core.kv.op import KVParams
 from hal_core.kv.rotation import rotation_matrix
 from hal_core.kv.turboquant import TurboQuantizer
+from hal_core.reference.kv_attention import attention
 from hal_core.spec import KVCacheSpec
 
 DIMS = [(64, 64), (80, 80), (96, 64), (128, 128), (192, 128), (256, 256)]
@@ -77,12 +80,14 @@ def test_a_code_apart_is_one_at_a_midpoint():
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_bytes_of_a_page_are_those_of_its_vectors(pair):
-    for dim in (64, 128, 192, 256):
-        spec = spec_of(pair, dim=dim)
-        assert CpuKV(spec, KVParams(), LEVELS[0]).page_bytes == spec.token_bytes * spec.page_size
-    # three bits come as two and one, and ones of 16 channels alone take a word of 32
-    spec = spec_of(pair, dim=80)
-    assert CpuKV(spec, KVParams(), LEVELS[0]).page_bytes <= spec.token_bytes * spec.page_size * 1.07
+    for dim, value_dim in (*DIMS, (80, 64), (128, 80)):
+        spec = spec_of(pair, dim=dim, value_dim=value_dim)
+        # three bits come as planes of two and one; the latter's words are of 32 channels, and 80 leave half of one empty
+        three = [(spec.keys, dim), (spec.values, value_dim)]
+        padding = 2 * spec.num_kv_heads * sum(str(scheme).startswith("turboquant:3") and of == 80 for scheme, of in three)
+        found = CpuKV(spec, KVParams(), LEVELS[0]).page_bytes / spec.page_size
+        assert found == spec.token_bytes + padding
+        assert padding or found <= spec.token_bytes * 1.03
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -127,6 +132,28 @@ def test_windows_sinks_and_caps(pair, more, causal):
     q, sinks = queries(spec, 27), torch.randn(8) * 2 if spec.sinks else None
     given = {"causal": causal, "sinks": sinks, "scale": 0.2}
     close(native.attend(q, [1500, 40], [25, 2], **given), truth(native, q, [1500, 40], [25, 2], **given), "fp32")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("cap", [1e-3, 0.1, 1.0, 5.0, 30.0, 100.0, 1e3, 1e4, 1e6, 1e8])
+def test_caps_of_any_size(cap, level):
+    """Small against the logits, where tanh is flat, and large, where it is nearly the logit itself."""
+    for pair, dtype in (("bf16", "fp32"), ("int8:token", "bf16"), ("int4", "fp32")):
+        spec = spec_of(pair, dtype=dtype, soft_cap=cap)
+        native, _ = both(spec, [70], level)
+        q = queries(spec, 9)
+        for scale in (0.02, 1.0):
+            close(native.attend(q, [70], [9], scale=scale), truth(native, q, [70], [9], scale=scale), dtype)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("cap", [1e8, 3e38])
+def test_a_cap_far_above_the_logits_changes_nothing(cap, level):
+    spec = spec_of("int8:token", dtype="fp32")
+    plain, _ = both(spec, [70], level)
+    capped = Cache(CpuKV(replace(spec, soft_cap=cap), plain.op.params, level), plain.pages, plain.tails, plain.rows)
+    q = queries(spec, 9)
+    assert all(map(torch.equal, capped.attend(q, [70], [9]), plain.attend(q, [70], [9])))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -288,3 +315,24 @@ def test_a_level_above_the_usable_raises():
 
 def environment(isa: str) -> dict[str, str]:
     return {**os.environ, "HAL_CPU_ISA": isa, "PYTHONPATH": ":".join(sys.path)}
+
+
+@pytest.mark.parametrize("pair", ["bf16", "int8", "int4:token", "turboquant:3", "k4v3"])
+def test_decoding_reads_the_pages_and_widens_none(pair, monkeypatch):
+    """Prompt, steps and the closing of a group, through the paged cache: nothing is dequantized into memory."""
+    spec, calls = spec_of(pair, page=32), []
+    paged = kv_cache(spec, capacity=256, policy="require:cpu")
+    read, attend = CpuKV.materialize, CpuKV.attend
+    monkeypatch.setattr(CpuKV, "materialize", lambda *_, **__: pytest.fail("the cache was dequantized"))
+    monkeypatch.setattr(CpuKV, "attend", lambda *given, **more: calls.append(1) or attend(*given, **more))
+    sequence = paged.new()
+    k, v = tokens(spec, 75)
+    for begin, end in ((0, 61), *((at, at + 1) for at in range(61, 75))):
+        paged.append(k[begin:end], v[begin:end], sequence)
+        q = queries(spec, end - begin)
+        found = paged.attend(q, [sequence])
+    assert len(calls) == 15
+    with pytest.raises(pytest.fail.Exception, match="dequantized"):
+        paged.materialize(sequence)
+    monkeypatch.setattr(CpuKV, "materialize", read)
+    close(found, attention(spec, q.float(), *paged.materialize(sequence, dtype="fp32"), scale=None, causal=True, sinks=None), "bf16")
