@@ -142,22 +142,37 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         seen = self._new_columns(call.padding, batch, count)
         rows = [count] * batch if seen is None else seen.sum(1).tolist()
         k, v, q = (_rows(x, seen) for x in (key, value, call.query.detach()))
-        if not self._sequences:
-            self._sequences = [pages.new() for _ in range(batch)]
-            shifted = call.sinks is None and call.soft_cap is None
-            self.conditioning = Conditioning.measured(k, q, shifted) if self.plan.condition else None
-        if self.conditioning is not None:
-            k, q = self.conditioning.keys(k), self.conditioning.queries(q)
-        pages.append(k, v, self._sequences, rows)
+        q = self._store(pages, k, v, q, rows, shifted=call.sinks is None and call.soft_cap is None)
         self._columns += count
         self._seen = _joined(self._seen, seen, self._columns, count, batch)
         self.is_initialized = True
+        self._pending = key, value  # tokens that are stored and not attended must not be stored again
         out, _ = pages.attend(q, self._sequences, rows, scale=call.scale, sinks=call.sinks)
+        self._pending = None
         if seen is None:
             return out.reshape(batch, count, *out.shape[1:])
         full = out.new_zeros(batch, count, *out.shape[1:])
         full[seen.to(out.device)] = out
         return full
+
+    def _store(self, pages: PagedKVCache, k: Tensor, v: Tensor, q: Tensor, rows: list[int], *, shifted: bool) -> Tensor:
+        """Append keys and values; returns queries as the stored keys want them. Where it raises, nothing has changed."""
+        made: list[int] = []
+        conditioning = self.conditioning
+        try:
+            if not self._sequences:
+                if self.plan.condition and bool(torch.isfinite(k).all()):  # else the append says which token is not
+                    conditioning = Conditioning.measured(k, q, shifted)
+                made.extend(pages.new() for _ in rows)
+            if conditioning is not None:
+                k, q = conditioning.keys(k), conditioning.queries(q)
+            pages.append(k, v, self._sequences or made, rows)
+        except BaseException:
+            for sequence in made:
+                pages.free(sequence)
+            raise
+        self._sequences, self.conditioning = self._sequences or made, conditioning
+        return q
 
     def _paged(self, call: AttentionCall, key: Tensor, value: Tensor) -> PagedKVCache:
         """The pages, made for what the first call asks; a later call must ask the same."""

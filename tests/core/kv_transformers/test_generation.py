@@ -1,4 +1,4 @@
-"""``generate`` through packed pages: float32 pages equal transformers' own cache, packed ones never dequantize a prefix."""
+"""``generate`` through packed pages: float32 pages equal transformers' own cache, packed ones are asked for no prefix."""
 
 from __future__ import annotations
 
@@ -119,8 +119,8 @@ def test_packed_schemes_generate_near_the_unquantized_cache(name, scheme):
     assert cache.token_bytes == wide if scheme == "bf16" else cache.token_bytes < 0.75 * wide
 
 
-def test_no_step_dequantizes_the_prefix_or_hands_it_to_attention(monkeypatch):
-    """Counted in the reference, whose own attend reads page by page into float32: what the integration asks for is what counts."""
+def test_no_step_asks_for_the_prefix_or_hands_it_to_the_model(monkeypatch):
+    """What the integration asks of a kernel is counted. What a kernel does inside attend is its own: the reference reads a row's pages."""
     model = models.model("llama")
     ids, mask = models.prompts((50, 41))
     counts = {"materialize": 0, "attend": 0}
@@ -138,7 +138,7 @@ def test_no_step_dequantizes_the_prefix_or_hands_it_to_attention(monkeypatch):
     for owner in (PagedKVCache, ReferenceKVOp):
         counted(owner, "materialize")
     counted(ReferenceKVOp, "attend")
-    monkeypatch.setattr(PagedKVCache, "materialize_pages", lambda *_, **__: pytest.fail("a prefix was dequantized"))
+    monkeypatch.setattr(PagedKVCache, "materialize_pages", lambda *_, **__: pytest.fail("a prefix was asked for"))
     cache = KVCache(model, "turboquant:4", policy=POLICY)
     for layer in cache.layers:
         update = layer.update

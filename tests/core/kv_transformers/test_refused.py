@@ -184,6 +184,80 @@ def test_a_call_that_failed_halfway_is_not_continued(model):
         assert torch.equal(model(ids, cache=cache.emptied()).logits, wanted)
 
 
+class Attention(torch.nn.Module):
+    layer_idx, is_causal = 0, True
+
+
+def attended(layer, query, key, value):
+    return transformers.AttentionInterface()["hal"](Attention(), query, *layer.update(key, value), None, scaling=0.25)[0]
+
+
+def tensors(batch, tokens, seed):
+    """Query, key, value; keys far from zero, so that a wrong shift shows."""
+    generator = torch.Generator().manual_seed(seed)
+    query, key, value = (torch.randn(batch, heads, tokens, 16, generator=generator) for heads in (4, 2, 2))
+    return query, key + 5, value
+
+
+@pytest.mark.parametrize("scheme", ["turboquant:4", "int4:token", "int8", "fp8"])
+@pytest.mark.parametrize("side", ["key", "value"])
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+def test_a_first_call_that_failed_leaves_nothing_behind(model, scheme, side, wrong):
+    """The error names the token, and the next call is served as by a new cache."""
+    cache = KVCache(model, scheme, policy=POLICY)
+    layer = cache.layers[0]
+    query, key, value = tensors(1, 40, seed=3)
+    broken = {"key": key * 7 - 60, "value": value.clone()}
+    broken[side][0, 1, 23, 4] = wrong
+    with pytest.raises(ShapeError, match=f"{side}s: {wrong} at token 23, head 1, channel 4"):
+        attended(layer, query, broken["key"], broken["value"])
+    assert (layer.tokens, layer.used_bytes, layer.conditioning, layer.is_initialized) == (0, 0, None, False)
+    assert layer._pages.ids == ()
+    wanted = attended(KVCache(model, scheme, policy=POLICY).layers[0], query, key, value)
+    assert torch.equal(attended(layer, query, key, value), wanted)
+
+
+@pytest.mark.parametrize("scheme", ["turboquant:4", "int8"])
+def test_after_a_first_call_that_failed_another_batch_is_served(model, scheme):
+    layer = KVCache(model, scheme, policy=POLICY).layers[0]
+    query, key, value = tensors(2, 40, seed=3)
+    key[1, 0, 2, 3] = float("nan")
+    with pytest.raises(ShapeError, match="keys: nan at token 42, head 0, channel 3"):
+        attended(layer, query, key, value)
+    query, key, value = tensors(3, 40, seed=4)
+    wanted = attended(KVCache(model, scheme, policy=POLICY).layers[0], query, key, value)
+    assert torch.equal(attended(layer, query, key, value), wanted)
+    assert layer.tokens == 120
+
+
+def test_a_later_call_that_failed_can_be_made_again(model):
+    layers = [KVCache(model, "turboquant:4", policy=POLICY).layers[0] for _ in range(2)]
+    for layer in layers:
+        attended(layer, *tensors(2, 40, seed=3))
+    query, key, value = tensors(2, 3, seed=4)
+    broken = key.clone()
+    broken[1, 1, 2, 0] = float("inf")
+    with pytest.raises(ShapeError, match="keys: inf at token 5, head 1, channel 0"):
+        attended(layers[0], query, broken, value)
+    assert layers[0].tokens == 80
+    assert torch.equal(*(attended(layer, query, key, value) for layer in layers))
+
+
+def test_tokens_that_were_stored_and_not_attended_are_not_stored_again(model, monkeypatch):
+    layer = KVCache(model, "turboquant:4", policy=POLICY).layers[0]
+    first, second = tensors(1, 40, seed=3), tensors(1, 1, seed=4)
+    attended(layer, *first)
+    with monkeypatch.context() as patch:
+        patch.setattr(layer._pages, "attend", lambda *_, **__: (_ for _ in ()).throw(MemoryError("no memory")))
+        with pytest.raises(MemoryError):
+            attended(layer, *second)
+    with pytest.raises(ShapeError, match=r"an earlier call failed.*reset\(\)"):
+        attended(layer, *second)
+    layer.reset()
+    attended(layer, *first)
+    assert layer.tokens == 40
+
+
 def test_crops_beyond_what_is_cached_are_refused(model):
     cache = KVCache(model, "int8", policy=POLICY)
     model(torch.tensor([[5, 6, 7]]), cache=cache)
