@@ -30,8 +30,8 @@ ORDERS = ("rows", "columns", "awq")
 #: Words of a tensor below which torch serves without asking for backends.
 _LEAST = 1 << 16
 _lock = threading.Lock()
-#: By unpacker and question: whether its trial passed.
-_verdicts: dict[tuple[int, str], bool] = {}
+#: By an unpacker's id and question: the unpacker, held so that its id is given to no other, and whether its trial passed.
+_verdicts: dict[tuple[int, str], tuple[Unpacker, bool]] = {}
 
 
 class Unpacker(Protocol):
@@ -128,13 +128,13 @@ def _asked(data: Tensor, question: str, ask: Callable[[Unpacker], Tensor], trial
         key = (id(registered.unpacker), question)
         with _lock:
             if key not in _verdicts:
-                _verdicts[key] = _tried(registered, question, trial)
-        if not _verdicts[key]:
+                _verdicts[key] = registered.unpacker, _tried(registered, question, trial)
+        if not _verdicts[key][1]:
             continue
         try:
             return ask(registered.unpacker)
         except Exception as error:  # noqa: BLE001 - a plugin may raise anything; torch serves instead
-            _verdicts[key] = False
+            _verdicts[key] = registered.unpacker, False
             _told(registered, question, f"raised {type(error).__name__}: {error}")
     return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 
 import pytest
@@ -187,3 +188,27 @@ def test_a_valid_offer_is_registered_under_its_backend(tmp_path, monkeypatch):
 
 def test_a_backend_need_not_offer_any():
     assert checked_unpackers(object()) == ((), ())
+
+
+def test_a_verdict_is_not_that_of_an_unpacker_that_is_gone(offered, monkeypatch):
+    """A registry that is made anew may put its unpackers where others were."""
+    offered()
+    held, words = [], large(512, 256)
+
+    class Refreshed:
+        def unpackers(self):
+            return tuple(held)
+
+    # patched once: a patch would hold what it replaces
+    monkeypatch.setattr("hal_core.registry.default_registry", Refreshed)
+    for round_of in range(5):
+        held[:] = [RegisteredUnpacker(f"fake.{round_of}", Wrong())]
+        with pytest.warns(UserWarning, match="other bytes"):
+            unpacked(words, "rows", 4, 2048, False)
+        held.clear()
+        gc.collect()
+        for good in [Torch() for _ in range(20)]:
+            held[:] = [RegisteredUnpacker("fake.good", good)]
+            unpacked(words, "rows", 4, 2048, False)
+            assert good.calls == 2, "its trial and the question"
+        held.clear()
