@@ -6,7 +6,7 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from hal_core.errors import ContractError, FormatError, NoKernelError, PolicyError, UnfitWeightsError, ValueDecodeError
+from hal_core.errors import ContractError, FormatError, NoKernelError, PolicyError, ShapeError, UnfitWeightsError, ValueDecodeError
 from hal_core.explain import Explanation, explain_from
 from hal_core.machine import Machine
 from hal_core.memo import SelectionMemo
@@ -123,6 +123,8 @@ def prepare(
     Raises:
         NoKernelError, PolicyError: as :func:`select`. ShapeError: the weights do not fit the spec.
     """
+    if isinstance(spec, KVCacheSpec):
+        _check_scales(spec, weights)
     selection = select(spec, policy=policy, layer=layer)
     try:
         op: Any = default_registry().kernel(selection.kernel).prepare(spec, weights)
@@ -133,6 +135,15 @@ def prepare(
         fix = "an op that shares its layout between kernels must switch by M and say serves_intervals = True"
         raise ContractError(f"op of {selection.kernel}", f"selected together with {', '.join(selection.kernels)}, but runs one kernel", fix)
     return op  # type: ignore[no-any-return]
+
+
+def _check_scales(spec: KVCacheSpec, params: object) -> None:
+    from hal_core.kv.op import KVParams
+    from hal_core.kv.scales import check_given_scales
+
+    if not isinstance(params, KVParams):
+        raise ShapeError("what a KV cache is prepared from", type(params).__name__, "give KVParams")
+    check_given_scales(spec, params)
 
 
 def _without(

@@ -13,6 +13,7 @@ import torch
 
 from hal_core.errors import FormatError
 from hal_core.kv.op import KVParams
+from hal_core.kv.quantizer import USABLE_SCALES, usable_scales
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -35,7 +36,7 @@ def cache_params(infos: Iterable[TensorInfo], config: Mapping[str, Any]) -> dict
     """Calibrated parameters by layer; empty where the checkpoint has no scales that an fp8 cache can use.
 
     Raises:
-        FormatError: scales of one side only, stored twice, of another shape than one or one a kv head, or no positive numbers.
+        FormatError: scales of one side only, stored twice, of another shape than one or one a kv head, or no positive, normal numbers.
     """
     if not _for_fp8(config):
         return {}
@@ -68,8 +69,8 @@ def _scale(info: TensorInfo, config: Mapping[str, Any]) -> Tensor:
     if info.dtype not in _FLOATS or count > _MOST_HEADS or count not in (1, heads):
         raise FormatError(f"tensor {info.name}", f"{info.dtype} {list(info.shape)}", f"a scale is one float, or one a kv head ({heads})")
     scale = info.read().reshape(-1).float()
-    if not bool((torch.isfinite(scale) & (scale > 0)).all()):
-        raise FormatError(f"tensor {info.name}", f"{scale[:4].tolist()}", "scales are positive numbers")
+    if not usable_scales(scale):
+        raise FormatError(f"tensor {info.name}", f"{scale[:4].tolist()}", USABLE_SCALES)
     return scale
 
 

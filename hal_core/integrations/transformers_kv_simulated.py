@@ -21,7 +21,7 @@ from hal_core.integrations.transformers_kv_attention import is_supported, regist
 from hal_core.integrations.transformers_kv_conditioning import Conditioning
 from hal_core.kv.op import KVParams
 from hal_core.kv.quantizer import Quantizer, quantizer
-from hal_core.kv.scales import computed_params
+from hal_core.kv.scales import check_given_scales, computed_params
 from hal_core.kv.scheme import KV_GROUP, KVScheme
 from hal_core.spec import KVCacheSpec
 
@@ -56,6 +56,7 @@ class _Simulation:
             if params is None and (spec.keys.scaled or spec.values.scaled):
                 tokens, others = key.transpose(1, 2).flatten(0, 1), value.transpose(1, 2).flatten(0, 1)
                 params = computed_params(spec, tokens, others, KVParams())
+            check_given_scales(spec, params or KVParams())
             self.made[layer] = quantizer(spec, "keys", params), quantizer(spec, "values", params)
         return self.made[layer]
 

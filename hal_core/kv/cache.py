@@ -12,9 +12,10 @@ from torch import Tensor
 
 from hal_core.dtypes import torch_dtype
 from hal_core.errors import ShapeError
+from hal_core.kv.checks import as_counts, as_ids, check_id
 from hal_core.kv.decode_cache import DecodeCache
 from hal_core.kv.pool import RowPool
-from hal_core.kv.scales import computed_params
+from hal_core.kv.scales import computed_params, scales_wait
 from hal_core.kv.scheme import KV_GROUP
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ class PagedKVCache:
 
     Every method either does all that it says or raises and changes nothing. Ids are never given twice. Not safe between threads.
 
-    op: what stores and attends; it holds no tokens.
+    op: what stores and attends; it holds no tokens. One whose scales are still to be computed is copied: they are those of this cache's
+        first tokens, and of no other's.
     capacity: tokens, rounded up to pages; None grows as needed. Tokens of a page count in full.
     decode_cache: bytes for dequantized prefixes (:class:`~hal_core.kv.decode_cache.DecodeCache`); 0 for none.
     check_finite: refuse keys and values that are not finite. Otherwise such a token spoils what attends to it, and nothing else.
@@ -62,7 +64,7 @@ class PagedKVCache:
             raise ShapeError("KV cache capacity", f"{capacity} tokens", "give at least 1, or None to grow as needed")
         if decode_cache < 0:
             raise ShapeError("KV decode cache", f"{decode_cache} bytes", "give 0 for none")
-        self.op, self.device, self.check_finite = op, torch.device(device), check_finite
+        self.op, self.device, self.check_finite = _own(op), torch.device(device), check_finite
         page = self.spec.page_size
         self._pages = RowPool(op.page_bytes, None if capacity is None else -(-capacity // page), self.device, f"pages of {page} tokens")
         self._tails = RowPool(op.tail_bytes, None, self.device, "tails", first=1) if op.tail_bytes else None
@@ -149,7 +151,7 @@ class PagedKVCache:
         """
         ids = self._ids(sequences)
         self._check_tokens(k, v)
-        counts = self._counts(counts, len(k), len(ids))
+        counts = as_counts(counts, len(k), len(ids))
         if not sum(counts):
             return
         plan, params = self._plan(ids, counts), self.op.params
@@ -231,8 +233,10 @@ class PagedKVCache:
         Returns:
             ``[T, Hq, Dv]`` and the log of the softmax denominator, float32 ``[T, Hq]``.
         """
-        ids = [self._known(sequence) for sequence in self._list(sequences)]
-        counts = self._counts(counts, len(q), len(ids))
+        ids = [self._known(sequence) for sequence in as_ids(sequences)]
+        rows = _rows(q)
+        self._fits("queries", q, [rows, self.spec.num_heads, self.spec.head_dim])
+        counts = as_counts(counts, rows, len(ids))
         starts = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
         if self.decode_cache:
             return self.decode_cache.attend(self, q, ids, starts.tolist(), scale=scale, causal=causal, sinks=sinks, out=out)
@@ -251,6 +255,8 @@ class PagedKVCache:
     def materialize(self, sequence: int, *, dtype: str | None = None, start: int = 0) -> tuple[Tensor, Tensor]:
         """Dequantized keys ``[n, Hkv, D]`` and values ``[n, Hkv, Dv]`` from position ``start`` on, in the spec's dtype or in ``"fp32"``."""
         old = self._get(sequence)
+        if type(start) is not int:
+            raise ShapeError(f"start of sequence {sequence}", f"{start!r:.80}", "give a position")
         if self.decode_cache and dtype in (None, self.spec.dtype) and start == 0:
             found = self.decode_cache.prefix(self, sequence)
             if found is not None:
@@ -300,7 +306,7 @@ class PagedKVCache:
         return None if room is None else room * self.spec.page_size
 
     def clone(self) -> PagedKVCache:
-        """The same sequences under the same ids in memory of their own; the op, which holds no tokens, is shared."""
+        """The same sequences under the same ids in memory of their own; an op whose scales are settled is shared."""
         return self._copied(self.device)
 
     def to(self, device: torch.device | str) -> PagedKVCache:
@@ -310,8 +316,7 @@ class PagedKVCache:
 
     def _copied(self, device: torch.device) -> PagedKVCache:
         other = copy.copy(self)
-        if device != self.device:
-            other.op = copy.deepcopy(self.op).to(device)
+        other.op = _own(self.op) if device == self.device else copy.deepcopy(self.op).to(device)
         other.device, other._pages = device, self._pages.clone(device)
         other._tails = self._tails.clone(device) if self._tails else None
         other._sequences = {i: replace(old, row=None) for i, old in self._sequences.items()}
@@ -328,34 +333,20 @@ class PagedKVCache:
         return self._sequences[self._known(sequence)]
 
     def _known(self, sequence: int) -> int:
+        check_id(sequence)
         if sequence not in self._sequences:
             was = "was freed" if sequence in range(self._next) else "is not of this cache"
             raise ShapeError(f"sequence {sequence}", was, "new() gives ids")
         return sequence
 
-    @staticmethod
-    def _list(sequences: Ids) -> list[int]:
-        return [sequences] if isinstance(sequences, int) else list(sequences)
-
     def _ids(self, sequences: Ids) -> list[int]:
-        ids = [self._known(sequence) for sequence in self._list(sequences)]
+        ids = [self._known(sequence) for sequence in as_ids(sequences)]
         if len(set(ids)) != len(ids):
             raise ShapeError("sequences", f"{ids} names one twice", "append to each once")
         return ids
 
-    @staticmethod
-    def _counts(counts: Sequence[int] | None, rows: int, sequences: int) -> list[int]:
-        if counts is None:
-            if sequences == 0 or rows % sequences:
-                raise ShapeError("counts", f"{rows} rows for {sequences} sequences", "say how many rows each has")
-            return [rows // sequences] * sequences
-        found = [int(count) for count in counts]
-        if len(found) != sequences or sum(found) != rows or min(found, default=0) < 0:
-            raise ShapeError("counts", f"{found[:8]} of {rows} rows", f"give {sequences} numbers whose sum is the rows")
-        return found
-
     def _check_tokens(self, k: object, v: object) -> None:
-        rows = len(k) if isinstance(k, Tensor) and k.dim() else 0
+        rows = _rows(k)
         for name, tensor, dim in (("keys", k, self.spec.head_dim), ("values", v, self.spec.v_dim)):
             wanted = [rows, self.spec.num_kv_heads, dim]
             self._fits(name, tensor, wanted)
@@ -372,8 +363,7 @@ class PagedKVCache:
 
     def _settle_scales(self, k: Tensor, v: Tensor) -> None:
         """The static scales of a spec that says ``computed`` are those of the first tokens that come."""
-        waiting = self.spec.scales == "computed" and self.op.params.source == "default"
-        if waiting and (self.spec.keys.scaled or self.spec.values.scaled):
+        if scales_wait(self.spec, self.op.params):
             self.op.update(computed_params(self.spec, k, v, self.op.params))
 
     def _row(self, old: _Sequence) -> Tensor:
@@ -385,6 +375,15 @@ class PagedKVCache:
         if not self._tails:
             return None
         return torch.tensor([self._get(sequence).tail for sequence in ids], dtype=torch.int32, device=self.device)
+
+
+def _rows(x: object) -> int:
+    return len(x) if isinstance(x, Tensor) and x.dim() else 0
+
+
+def _own(op: KVOp) -> KVOp:
+    """The op itself, or a copy where it will be given scales."""
+    return copy.deepcopy(op) if scales_wait(op.spec, op.params) else op
 
 
 def _refuse_infinite(name: str, tensor: Tensor) -> None:

@@ -5,7 +5,9 @@ Those of ranges look at the contents of tensors, which costs a wait on a device;
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import operator
+from collections.abc import Hashable, Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ from hal_core.kv.scheme import KV_GROUP
 if TYPE_CHECKING:
     from hal_core.kv.op import KVOp
 
-__all__ = ["check_append", "check_attend", "check_materialize", "check_pages"]
+__all__ = ["as_counts", "as_ids", "check_append", "check_attend", "check_id", "check_materialize", "check_pages"]
 
 
 def _fits(
@@ -148,3 +150,35 @@ def check_materialize(
     _within("block_row", block_row[: -(-length // op.spec.page_size)], 0, len(pages) - 1)
     if op.tail_bytes and tails is not None and (tail_id is None or not 0 <= tail_id < len(tails)):
         raise ShapeError("tail_id", f"{tail_id}", f"tails run from 0 to {len(tails) - 1}")
+
+
+def check_id(sequence: object) -> None:
+    """Raise where this cannot be looked up as the id of a sequence."""
+    if not isinstance(sequence, Hashable):
+        raise ShapeError("sequence", type(sequence).__name__, "new() gives ids")
+
+
+def as_ids(sequences: object) -> list[Any]:
+    """One id or several as a list; whether they are a cache's is not looked at."""
+    if isinstance(sequences, int):
+        return [sequences]
+    if isinstance(sequences, Tensor):
+        sequences = sequences.reshape(-1).tolist()
+    if not isinstance(sequences, Iterable):
+        raise ShapeError("sequences", type(sequences).__name__, "give an id of new(), or several")
+    return list(sequences)
+
+
+def as_counts(counts: object, rows: int, sequences: int) -> list[int]:
+    """Rows of each sequence; None for equally many."""
+    if counts is None:
+        if sequences == 0 or rows % sequences:
+            raise ShapeError("counts", f"{rows} rows for {sequences} sequences", "say how many rows each has")
+        return [rows // sequences] * sequences
+    try:
+        found = [operator.index(count) for count in counts]  # type: ignore[attr-defined]
+    except TypeError as error:
+        raise ShapeError("counts", f"{counts!r:.80}", "give whole numbers, one for each sequence") from error
+    if len(found) != sequences or sum(found) != rows or min(found, default=0) < 0:
+        raise ShapeError("counts", f"{found[:8]} of {rows} rows", f"give {sequences} numbers whose sum is the rows")
+    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hal_core.errors import ShapeError, ValueDecodeError
+from hal_core.errors import ValueDecodeError
 from hal_core.kv.cache import PagedKVCache
 from hal_core.kv.op import KVOp, KVParams
 from hal_core.spec import KVCacheSpec
@@ -37,17 +37,9 @@ def kv_op(spec: KVCacheSpec, params: KVParams | None = None, *, policy: Policy |
         raise ValueDecodeError(f"spec of type {type(spec).__name__}", "not of a cache", "give a KVCacheSpec")
     if params is not None and (params.key_scale is not None or params.value_scale is not None):
         spec = replace(spec, scales=params.source)
-    _refuse_missing_scales(spec, params or KVParams())
     op = prepare(spec, params or KVParams(), policy, layer=layer)
     assert isinstance(op, KVOp)  # a kernel of kind kv prepares nothing else
     return op
-
-
-def _refuse_missing_scales(spec: KVCacheSpec, params: KVParams) -> None:
-    """Scales that are said to be the checkpoint's must be there, on each side that needs one."""
-    for side, scheme, scale in (("key", spec.keys, params.key_scale), ("value", spec.values, params.value_scale)):
-        if scheme.scaled and scale is None and spec.scales == "calibrated":
-            raise ShapeError(f"{side}_scale of {scheme}", "missing, though the scales are said to be calibrated", "give it in KVParams")
 
 
 def kv_cache(

@@ -21,7 +21,8 @@ __all__ = ["KVOp", "KVParams"]
 class KVParams:
     """What a cache is prepared from besides its spec.
 
-    key_scale, value_scale: fp8 only: float32 ``[]``, ``[1]`` or ``[Hkv]``; a stored code times its scale is the number. None: 1.0.
+    key_scale, value_scale: fp8 only: float32 ``[]``, ``[1]`` or ``[Hkv]``, positive and not subnormal; a stored code times its scale is
+        the number. None: 1.0.
     source: where the scales come from: ``calibrated`` (the checkpoint), ``computed`` (from tokens seen) or ``default``.
     key_channels, value_channels: channel splits only: int64 permutation ``[D]`` whose first entries are the finer channels.
     """
@@ -33,10 +34,15 @@ class KVParams:
     value_channels: Tensor | None = None
 
     def __post_init__(self) -> None:
+        from hal_core.kv.quantizer import USABLE_SCALES, usable_scales
         from hal_core.spec import KV_SCALES
 
         if self.source not in KV_SCALES:
             raise ValueDecodeError(f"KVParams.source {self.source!r}", "unknown", f"use one of {', '.join(KV_SCALES)}")
+        for name in ("key_scale", "value_scale"):
+            scale = getattr(self, name)
+            if scale is not None and not scale.is_meta and not usable_scales(scale):
+                raise ShapeError(f"KVParams.{name}", f"{scale.reshape(-1)[:8].tolist()}", USABLE_SCALES)
 
 
 class KVOp(Op):

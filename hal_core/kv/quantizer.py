@@ -24,10 +24,24 @@ if TYPE_CHECKING:
     from hal_core.kv.op import KVParams
     from hal_core.spec import KVCacheSpec
 
-__all__ = ["FP8_MOST", "FP16_MOST", "Part", "Parts", "Quantizer", "fp8_scale", "quantizer", "reciprocal", "stored_fp16"]
+__all__ = [
+    "FP8_MOST",
+    "FP16_MOST",
+    "USABLE_SCALES",
+    "Part",
+    "Parts",
+    "Quantizer",
+    "fp8_scale",
+    "quantizer",
+    "reciprocal",
+    "stored_fp16",
+    "usable_scales",
+]
 
 FP16_MOST = 65504.0
 FP8_MOST = 448.0
+#: What to do about scales that are not.
+USABLE_SCALES = "scales are positive numbers, finite and from 1.18e-38 on"
 #: What a vector became: the tensors of :attr:`Quantizer.parts` by name.
 Parts = dict[str, Tensor]
 
@@ -83,6 +97,12 @@ def reciprocal(scale: Tensor) -> Tensor:
     """float32 ``1 / scale``, and 0 where the scale is 0."""
     wide = scale.float()
     return torch.where(wide == 0, torch.zeros_like(wide), 1 / wide)
+
+
+def usable_scales(scale: Tensor) -> bool:
+    """Whether these are positive, finite float32 numbers that are not subnormal: the reciprocal of a smaller one may be infinite."""
+    wide = scale.detach().float()
+    return bool((torch.isfinite(wide) & (wide >= torch.finfo(torch.float32).tiny)).all())
 
 
 def _or_nan(scale: Tensor, x: Tensor, dim: int) -> Tensor:
@@ -170,7 +190,7 @@ def fp8_scale(scale: Tensor | None, heads: int, scheme: KVScheme, what: str) -> 
     """float32 ``[heads]`` of a static scale; None is 1.0.
 
     Raises:
-        ShapeError: another shape, several scales where the scheme has one, or a scale that is no positive number.
+        ShapeError: another shape, several scales where the scheme has one, or a scale that is no positive, normal number.
     """
     if scale is None:
         return torch.ones(heads)
@@ -179,8 +199,8 @@ def fp8_scale(scale: Tensor | None, heads: int, scheme: KVScheme, what: str) -> 
     if flat.numel() != 1 and not several:
         wanted = f"[{heads}] of them, one a head, or one" if scheme.granularity == "head" else "one for all heads"
         raise ShapeError(f"{what} of {scheme}", f"{flat.numel()} scales", f"give {wanted}")
-    if not bool((torch.isfinite(flat) & (flat > 0)).all()):
-        raise ShapeError(f"{what} of {scheme}", f"{flat[:8].tolist()}", "scales are positive numbers")
+    if not usable_scales(flat):
+        raise ShapeError(f"{what} of {scheme}", f"{flat[:8].tolist()}", USABLE_SCALES)
     return flat.expand(heads).clone()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -207,6 +208,22 @@ def test_what_cannot_be_done_changes_nothing(text, decode_cache):
         (lambda: cache.attend(q, first, sinks=torch.zeros(6)), ShapeError, "sinks"),
         (lambda: cache.attend(q, first, out=torch.zeros(4, 6, 63)), ShapeError, "out"),
         (lambda: cache.materialize(first, start=-1), ShapeError, "positions -1"),
+        (lambda: cache.materialize(first, start=1.5), ShapeError, "1.5"),
+        (lambda: cache.attend(torch.tensor(1.0), first), ShapeError, "queries"),
+        (lambda: cache.attend([1.0], first), ShapeError, "queries: list"),
+        (lambda: cache.append(torch.tensor(1.0), v, first), ShapeError, "keys"),
+        (lambda: cache.append(k, torch.tensor(1.0), first), ShapeError, "values"),
+        (lambda: cache.attend(q, [[first]]), ShapeError, "sequence: list"),
+        (lambda: cache.attend(q, None), ShapeError, "sequences: NoneType"),
+        (lambda: cache.append(k, v, [{first}]), ShapeError, "sequence: set"),
+        (lambda: cache.append(k, v, 1.5), ShapeError, "sequences: float"),
+        (lambda: cache.append(k, v, [first, second], 8), ShapeError, "counts: 8"),
+        (lambda: cache.append(k, v, [first, second], [4.5, 3.5]), ShapeError, "whole numbers"),
+        (lambda: cache.attend(q, [first, second], ["2", "2"]), ShapeError, "whole numbers"),
+        (lambda: cache.trim([first], 0), ShapeError, "sequence: list"),
+        (lambda: cache.free({}), ShapeError, "sequence: dict"),
+        (lambda: cache.fork([first]), ShapeError, "sequence: list"),
+        (lambda: cache.length([first]), ShapeError, "sequence: list"),
     ]
     live = (first, second, forked)
     before = [digest(cache, sequence) for sequence in live]
@@ -267,6 +284,69 @@ def test_computed_scales_are_those_of_the_first_tokens():
     assert cache.op.params is params
     assert cache.clone().op.params is params
     assert relative(cache.materialize(sequence, dtype="fp32")[0][:20], k.double()) < 0.05
+
+
+def test_copies_made_before_the_first_tokens_compute_scales_of_their_own():
+    first = made("fp8")
+    op = ReferenceKV().prepare(first.spec, KVParams())
+    for large, small in ((first, first.clone()), (PagedKVCache(op), PagedKVCache(op))):
+        k, v = tokens(first.spec, 40)
+        sequences = [(cache, cache.new(), factor) for cache, factor in ((small, 1e-3), (large, 1))]
+        for cache, sequence, factor in sequences:
+            cache.append(factor * k, factor * v, sequence)
+        for cache, sequence, factor in sequences:
+            assert cache.op.params.source == "computed"
+            for found, wanted in zip(cache.materialize(sequence, dtype="fp32"), (k, v), strict=True):
+                assert relative(found, factor * wanted.double()) < 0.05
+    assert op.params.source == "default"
+
+
+@pytest.mark.parametrize("source", ["computed", "calibrated"])
+@pytest.mark.parametrize(("given", "missing"), [("key_scale", "value_scale"), ("value_scale", "key_scale")])
+def test_scales_of_one_side_only_are_refused_on_every_way_to_an_op(source, given, missing):
+    params = replace(KVParams(source=source), **{given: torch.tensor(0.5)})
+    problem = f"{missing} of fp8: missing, though the scales are said to be {source}"
+    for way in (
+        lambda: hal.kv_op(spec_of("fp8"), params, policy="require:reference"),
+        lambda: hal.kv_cache(spec_of("fp8"), params=params, policy="require:reference"),
+        lambda: hal.prepare(spec_of("fp8", scales=source), params, "require:reference"),
+    ):
+        with pytest.raises(ShapeError, match=problem):
+            way()
+    # a side without static scales needs none
+    one = "k=fp8,v=int8:token" if given == "key_scale" else "k=int8,v=fp8"
+    assert hal.kv_op(spec_of(one), params, policy="require:reference").params is params
+
+
+def test_an_op_is_not_prepared_with_calibrated_scales_that_are_not_there():
+    with pytest.raises(ShapeError, match="key_scale of fp8: missing"):
+        hal.prepare(spec_of("fp8", scales="calibrated"), KVParams(), "require:reference")
+    with pytest.raises(ShapeError, match="NoneType.*give KVParams"):
+        hal.prepare(spec_of("fp8"), None)
+
+
+def test_only_scales_that_were_not_given_are_computed():
+    spec = spec_of("fp8", scales="computed")
+    cache = PagedKVCache(ReferenceKV().prepare(spec, KVParams(key_scale=torch.tensor(0.5))))
+    k, v = tokens(spec, 20)
+    cache.append(k, v, cache.new())
+    assert float(cache.op.params.key_scale) == 0.5
+    assert torch.allclose(cache.op.params.value_scale, v.float().abs().max() / 224)
+
+
+@pytest.mark.parametrize("scale", [1e-40, 1.17e-38, 0.0, -0.0, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize("side", ["key_scale", "value_scale"])
+def test_scales_whose_reciprocal_is_no_number_are_refused(scale, side):
+    with pytest.raises(ShapeError, match=rf"KVParams\.{side}.*positive numbers"):
+        KVParams(**{side: torch.tensor([1.0, scale])})
+
+
+def test_the_smallest_scale_keeps_zeros():
+    least = torch.tensor(torch.finfo(torch.float32).tiny)
+    cache = PagedKVCache(ReferenceKV().prepare(spec_of("fp8"), KVParams(least, least, "calibrated")))
+    sequence = cache.new()
+    cache.append(*(torch.zeros_like(x) for x in tokens(cache.spec, 3)), sequence)
+    assert not any(bool(x.any()) for x in cache.materialize(sequence, dtype="fp32"))
 
 
 def test_calibrated_scales_are_kept_and_default_ones_are_refused_under_require():

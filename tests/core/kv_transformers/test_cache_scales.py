@@ -57,6 +57,8 @@ def test_scales_of_an_integer_cache_are_not_taken_for_those_of_floats(tmp_path):
         ({"k_scale": torch.ones(1), "v_scale": torch.zeros(1)}, "positive"),
         ({"k_scale": torch.ones(1), "v_scale": torch.tensor([float("nan")])}, "positive"),
         ({"k_scale": torch.ones(1), "v_scale": torch.tensor([-1.0])}, "positive"),
+        ({"k_scale": torch.ones(1), "v_scale": torch.tensor([1e-40])}, "positive"),
+        ({"k_scale": torch.tensor([1e-40]).bfloat16(), "v_scale": torch.ones(1)}, "positive"),
         ({"k_scale": torch.ones(1), "v_scale": torch.ones(3)}, "one a kv head"),
         ({"k_scale": torch.ones(1), "v_scale": torch.ones(1, dtype=torch.int32)}, "one float"),
         ({"k_scale": torch.ones(1), "k_proj.k_scale": torch.ones(1), "v_scale": torch.ones(1)}, "stored beside"),
