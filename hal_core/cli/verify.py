@@ -27,7 +27,9 @@ def register(app: typer.Typer) -> None:
             list[str] | None, typer.Argument(metavar="[BACKEND]...", help="Backends to verify.", show_default="all installed")
         ] = None,
         full: Annotated[bool, typer.Option("--full", help="Ten times the cases: minutes instead of seconds.")] = False,
-        seed: Annotated[int | None, typer.Option(help="Seed of the random weights and inputs.", show_default="a new one each time")] = None,
+        seed: Annotated[
+            int | None, typer.Option(min=0, max=2**31 - 1, help="Seed of random weights and inputs.", show_default="a new one each time")
+        ] = None,
         markdown: Annotated[Path | None, typer.Option(help="Write the support matrix to this file.", show_default=False)] = None,
         expect: Annotated[
             Path | None, typer.Option(help="JSON lists of unsupported cases and expected failures.", show_default="the wheel's own")

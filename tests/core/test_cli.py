@@ -236,3 +236,17 @@ def test_help_has_examples(hal, command: str) -> None:
     assert "Examples" in out
     assert f"hal {command}" in out
     assert "--json" in out
+
+
+@pytest.mark.parametrize("command", [("run", "x", "--prompt", "Hi"), ("perplexity", "x", "--text", "x"), ("bench", "linear", "--m", "1")])
+def test_more_threads_than_a_machine_can_bear_are_refused(hal, command) -> None:
+    code, _, err = hal(*command, "--threads", 100_000)
+    assert code == 2
+    assert f"{os.cpu_count()} processors" in err
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63])
+def test_seeds_that_no_generator_takes_are_refused(hal, seed) -> None:
+    code, _, err = hal("run", "x", "--prompt", "Hi", "--seed", seed)
+    assert code == 2
+    assert "--seed" in err
