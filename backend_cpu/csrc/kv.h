@@ -10,7 +10,8 @@
 // codes of b bits covers as many depths in pairs: field i of its low half is depth 2i, field i of its
 // high half is depth 2i+1, so that one shift gives the operands of a multiply-add of pairs.
 // 3 bits are a plane of 2-bit words, then a plane of 1-bit words that hold 32 depths: of V two
-// groups of 16 channels share one, the second in fields 8 to 15. fp32 is one code a word.
+// groups of 16 channels share one, the second in fields 8 to 15. Where 16 channels are left, their
+// fields 0 to 7 are sixteen words of 16 bits, half a line. fp32 is one code a word.
 //
 // Scales: fp16. Per token [16] scales, with minima [16] scales then [16] minima, one set a tile.
 // Per channel [D] scales, with minima [D] then [D], one set for each two tiles.

@@ -8,23 +8,28 @@ namespace hal_cpu {
 namespace {
 
 // Visits each field of one plane of `BITS`-bit codes: f(word, shift, channel). `spread` depths
-// share a line where two groups of channels do.
+// share a line where two groups of channels do. The half of a line of single bits that is left where
+// dim is an odd multiple of 16 has its words narrowed to 16 bits, a byte from each half.
 template <int BITS, bool KEY, class F>
 void each_field(int64_t dim, int64_t token, const F& f) {
   constexpr int64_t per_word = 32 / BITS;
   const auto shift_of = [](int64_t depth) {
     return depth % per_word % 2 * 16 + depth % per_word / 2 * BITS;
   };
+  const auto place = [&](int64_t line, int64_t lane, int64_t shift, int64_t d) {
+    if (BITS != 1 || line < dim / 32) return f(line * 16 + lane, shift, d);
+    f(line * 16 + lane / 2, lane % 2 * 16 + shift / 16 * 8 + shift % 16, d);
+  };
   if constexpr (KEY) {
-    for (int64_t d = 0; d < dim; ++d) f(d / per_word * kKvTile + token, shift_of(d), d);
+    for (int64_t d = 0; d < dim; ++d) place(d / per_word, token, shift_of(d), d);
   } else {
     constexpr int64_t lines = BITS == 1 ? 1 : kKvTile / per_word;
     for (int64_t d = 0; d < dim; ++d) {
       const int64_t group = d / 16;
       if constexpr (BITS == 1)
-        f(group / 2 * 16 + d % 16, shift_of(token) + group % 2 * 8, d);
+        place(group / 2, d % 16, shift_of(token) + group % 2 * 8, d);
       else
-        f((group * lines + token / per_word) * 16 + d % 16, shift_of(token), d);
+        place(group * lines + token / per_word, d % 16, shift_of(token), d);
     }
   }
 }

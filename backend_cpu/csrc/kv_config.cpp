@@ -45,7 +45,7 @@ int64_t tile_bytes(KvKind kind, int64_t dim, bool key) {
     case kKvTable2:
       return dim * 4;
     case kKvTable3:
-      return dim * 4 + div_up(dim, 32) * 64;
+      return dim * 6;
     case kKvBf16:
     case kKvFp16:
     case kKvInt16:

@@ -12,13 +12,14 @@ template <int KIND>
 constexpr int kLines = KIND == kKvFp32 ? 2 : 1;
 constexpr int64_t kLine = 16;  // 32-bit lanes
 
-// Where the words of one tile or group begin. `high` and `phase` are the plane of third bits.
+// Where the words of one tile or group begin. `high` and `phase` are the plane of third bits, with
+// `full` lines before one that may be half as long.
 // `ahead`: the same words of the next block. Pages lie anywhere, so that the processor cannot guess.
 struct Words {
   const int32_t* low;
   const int32_t* high;
   const int32_t* ahead;
-  int64_t phase;
+  int64_t phase, full;
 };
 
 HAL_INLINE void prefetch(const int32_t* p) { __builtin_prefetch(p, 0, 2); }
@@ -27,14 +28,15 @@ HAL_INLINE void prefetch(const int32_t* p) { __builtin_prefetch(p, 0, 2); }
 template <int KIND>
 HAL_INLINE Words key_words(const KvSide& k, const uint8_t* tile, const uint8_t* ahead) {
   const int32_t* p = (const int32_t*)tile;
-  return {p, KIND == kKvTable3 ? p + k.dim / 16 * kLine : p, (const int32_t*)ahead, 0};
+  return {p, KIND == kKvTable3 ? p + k.dim / 16 * kLine : p, (const int32_t*)ahead, 0, k.dim / 32};
 }
 template <int KIND>
 HAL_INLINE Words value_words(const KvSide& v, const uint8_t* tile, const uint8_t* ahead, int64_t g) {
   const int32_t *p = (const int32_t*)tile, *next = (const int32_t*)ahead;
   constexpr int64_t step = 8 / kPairs<KIND> * kLines<KIND> * kLine;
-  if (KIND == kKvTable3) return {p + g * step, p + (v.dim / 16 + g / 2) * kLine, next + g * step, g & 1};
-  return {p + g * step, p, next + g * step, 0};
+  if (KIND == kKvTable3)
+    return {p + g * step, p + (v.dim / 16 + g / 2) * kLine, next + g * step, g & 1, v.dim / 32 - g / 2};
+  return {p + g * step, p, next + g * step, 0, 0};
 }
 
 template <int KIND, int I>
@@ -71,10 +73,13 @@ HAL_INLINE void dot_fields(const VI (&word)[N], const VI (&high)[N], const Table
 
 template <int KIND>
 HAL_INLINE VI third_plane(const Words& from, int64_t w) {
-  if constexpr (KIND == kKvTable3)
-    return low_byte_shift(iload(from.high + (w + from.phase) / 2 * kLine), (w + from.phase) & 1);
-  else
+  if constexpr (KIND == kKvTable3) {
+    const int64_t line = (w + from.phase) / 2;
+    if (line >= from.full) return iload_narrow(from.high + line * kLine);
+    return low_byte_shift(iload(from.high + line * kLine), (w + from.phase) & 1);
+  } else {
     return izero();
+  }
 }
 
 // sum[r][n] += the products of `words` words with operand[r * stride ...], a pair an entry.

@@ -21,6 +21,12 @@ HAL_INLINE VI sar16(VI v) { return {_mm256_srai_epi16(v.lo, N), _mm256_srai_epi1
 template <int N>
 HAL_INLINE VI shl16(VI v) { return {_mm256_slli_epi16(v.lo, N), _mm256_slli_epi16(v.hi, N)}; }
 HAL_INLINE VI iand(VI a, VI b) { return {_mm256_and_si256(a.lo, b.lo), _mm256_and_si256(a.hi, b.hi)}; }
+// Words of 16 bits, whose bytes become the low bytes of the halves of 32.
+HAL_INLINE __m256i iload_narrow_part(const int32_t* p) {
+  const __m256i v = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
+  return _mm256_and_si256(_mm256_or_si256(v, _mm256_slli_epi32(v, 8)), _mm256_set1_epi32(0x00ff00ff));
+}
+HAL_INLINE VI iload_narrow(const int32_t* p) { return {iload_narrow_part(p), iload_narrow_part(p + 4)}; }
 HAL_INLINE VI low_byte_shift(VI v, bool shift) {
   return shift ? VI{_mm256_srli_epi16(v.lo, 8), _mm256_srli_epi16(v.hi, 8)} : v;
 }

@@ -21,6 +21,11 @@ HAL_INLINE VI sar16(VI v) { return _mm512_srai_epi16(v, N); }
 template <int N>
 HAL_INLINE VI shl16(VI v) { return _mm512_slli_epi16(v, N); }
 HAL_INLINE VI iand(VI a, VI b) { return _mm512_and_si512(a, b); }
+// Words of 16 bits, whose bytes become the low bytes of the halves of 32.
+HAL_INLINE VI iload_narrow(const int32_t* p) {
+  const VI v = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
+  return iand(_mm512_or_si512(v, _mm512_slli_epi32(v, 8)), _mm512_set1_epi32(0x00ff00ff));
+}
 HAL_INLINE VI low_byte_shift(VI v, bool shift) { return shift ? _mm512_srli_epi16(v, 8) : v; }
 
 // Bits of the index above the table's own are free: the table is repeated to 32 entries.
