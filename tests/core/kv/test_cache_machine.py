@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule, run_state_machine_as_test
 
+import hal_core as hal
 from hal_core.errors import CapacityError, ShapeError
 from hal_core.kv.cache import PagedKVCache
 from hal_core.kv.op import KVParams
@@ -20,6 +21,7 @@ from hal_core.kv.scheme import KV_GROUP
 from hal_core.reference.kv import ReferenceKV
 
 CAPACITY = 12 * 32
+NATIVE = ("fp32", "fp8", "k=int8,v=int8:token", "k=int4,v=turboquant:3")
 WORDS = ("fp32", "bf16", "fp8", "int8", "int4", "int8:token", "turboquant:4", "k=int4,v=turboquant:2.5", "turboquant:2:unbiased")
 
 
@@ -59,19 +61,22 @@ def digest(cache, sequence):
 class Life(RuleBasedStateMachine):
     """One cache and what each of its sequences should hold."""
 
-    text, budget = "bf16", 0
+    text, budget, dim, value_dim = "bf16", 0, 16, 32
     sequences = Bundle("sequences")
 
     @initialize(window=st.sampled_from((None, 9)), sink=st.sampled_from((0, 3)), seed=st.integers(0, 1 << 30))
     def start(self, window, sink, seed):
         torch.manual_seed(seed)
-        shapes = {"num_heads": 4, "head_dim": 16, "value_dim": 32, "dtype": "fp32"}
+        shapes = {"num_heads": 4, "head_dim": self.dim, "value_dim": self.value_dim, "dtype": "fp32"}
         self.spec = spec_of(self.text, window=window, sink_tokens=sink if window else 0, **shapes)
-        self.cache = PagedKVCache(ReferenceKV().prepare(self.spec, KVParams()), capacity=CAPACITY, decode_cache=self.budget)
+        self.cache = PagedKVCache(self.prepared(), capacity=CAPACITY, decode_cache=self.budget)
         self.plain, self.left = {}, []
 
+    def prepared(self):
+        return ReferenceKV().prepare(self.spec, KVParams())
+
     def tokens(self, count):
-        return torch.randn(count, 2, 16), torch.randn(count, 2, 32)
+        return torch.randn(count, 2, self.dim), torch.randn(count, 2, self.value_dim)
 
     def others(self, *touched):
         return {sequence: digest(self.cache, sequence) for sequence in self.plain if sequence not in touched}
@@ -92,18 +97,18 @@ class Life(RuleBasedStateMachine):
 
     def append_to(self, chosen, counts):
         k, v = self.tokens(sum(counts))
-        before, room = self.others(*chosen), self.cache.free_tokens
+        before, room = self.others(), self.cache.free_tokens
         try:
             self.cache.append(k, v, chosen, counts)
         except CapacityError:
             assert self.cache.free_tokens == room
             assert sum(counts) > room - 2 * 32 * len(chosen)
-            assert self.others() == before | {s: digest(self.cache, s) for s in chosen}
+            assert self.others() == before
             return
         for sequence, own_k, own_v in zip(chosen, k.split(counts), v.split(counts), strict=True):
             self.plain[sequence].append(own_k, own_v)
             self.check(sequence)
-        assert self.others(*chosen) == before
+        assert self.others(*chosen) == {s: old for s, old in before.items() if s not in chosen}
 
     def check(self, sequence, start=0):
         """What is read back, through the decode cache if there is one, is what was stored."""
@@ -170,7 +175,20 @@ class Life(RuleBasedStateMachine):
 
     @rule()
     def move(self):
-        self.cache = self.cache.to("cpu")
+        """To the device without memory: everything but the numbers arrives, and nothing that is done there is seen here."""
+        before, room, here = self.others(), self.cache.free_tokens, self.cache
+        there = here.to("meta")
+        held = [there.pages, *([] if there.tails is None else [there.tails]), *there.op.buffers(), there.block_table(there.ids)]
+        assert {x.device.type for x in held} == {there.device.type} == {"meta"}
+        for name in ("ids", "nbytes", "used_bytes", "free_tokens"):
+            assert getattr(there, name) == getattr(here, name)
+        assert (there.pages.shape, there.pages.dtype) == (here.pages.shape, here.pages.dtype)
+        assert [there.length(sequence) for sequence in there.ids] == [here.length(sequence) for sequence in here.ids]
+        for sequence in there.ids:
+            there.free(sequence)
+        assert (there.used_bytes, there.free_tokens) == (0, CAPACITY)
+        assert here.to("cpu") is here
+        assert (self.others(), here.free_tokens) == (before, room)
 
     @rule(sequence=sequences, wrong=st.sampled_from(("nan", "dim", "dtype", "heads")))
     def append_badly(self, sequence, wrong):
@@ -218,9 +236,30 @@ class Life(RuleBasedStateMachine):
             assert {sequence: digest(cache, sequence) for sequence in digests} == digests
 
 
+def live(life, examples):
+    checks = (HealthCheck.too_slow, HealthCheck.filter_too_much)
+    run_state_machine_as_test(
+        life, settings=settings(max_examples=examples, stateful_step_count=25, deadline=None, suppress_health_check=checks)
+    )
+
+
 @pytest.mark.parametrize("budget", [0, 40_000])
 @pytest.mark.parametrize("text", WORDS)
 def test_any_life(text, budget):
-    life = type("Life", (Life,), {"text": text, "budget": budget})
-    checks = (HealthCheck.too_slow, HealthCheck.filter_too_much)
-    run_state_machine_as_test(life, settings=settings(max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=checks))
+    live(type("Life", (Life,), {"text": text, "budget": budget}), 25)
+
+
+class NativeLife(Life):
+    """The same over the pages of the CPU kernels."""
+
+    dim, value_dim = 64, 96
+
+    def prepared(self):
+        params = KVParams(torch.ones(1), torch.ones(1), "calibrated") if self.spec.keys.scaled else KVParams()
+        return hal.kv_op(self.spec, params, policy="require:cpu")
+
+
+@pytest.mark.parametrize("text", NATIVE)
+def test_any_life_over_native_pages(text):
+    pytest.importorskip("hal_backend_cpu", reason="the hal-backend-cpu wheel is not installed")
+    live(type("Life", (NativeLife,), {"text": text}), 8)
