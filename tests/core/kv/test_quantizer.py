@@ -61,10 +61,16 @@ def structured(kind, count, dim):
     if kind == "one-hot":
         x[torch.arange(count), 0, torch.randint(0, dim, (count,))] += 1
         return x
+    # Four sets of channels: of single ones, about one in a thousand costs a rotation up to 1.35 times the optimum.
+    return torch.cat([few_strong_channels(count // 4, dim) for _ in range(4)])
+
+
+def few_strong_channels(count: int, dim: int) -> torch.Tensor:
+    """Vectors of which the same four channels carry 80 %."""
     x = torch.randn(count, 1, dim)
     strong = torch.randperm(dim)[:4]
     rest = x.square().sum(-1, keepdim=True) - x[..., strong].square().sum(-1, keepdim=True)
-    x[..., strong] *= (4 * rest / x[..., strong].square().sum(-1, keepdim=True)).sqrt()  # these four carry 80 %
+    x[..., strong] *= (4 * rest / x[..., strong].square().sum(-1, keepdim=True)).sqrt()
     return x
 
 
