@@ -119,9 +119,9 @@ ALLOWED = {"bf16": 5e-6, "fp16": 1e-7, "fp32": 0.0, "fp8": 1e-3, "int8": 7e-5, "
 
 @pytest.mark.parametrize("scheme", [s for s in KV_SCHEMES if s.variant != "unbiased"], ids=str)
 def test_every_scheme_reads_back_what_its_width_allows(scheme):
-    x = torch.randn(128, 2, 64)
+    x = torch.randn(2048, 2, 64)  # with many bits the rare vectors beyond the outer codes decide: of 256 one is enough to double the error
     q = quantizer(KVCacheSpec(2, 2, 64, 32, scheme, scheme), "keys", KVParams(torch.tensor(0.02)))
-    found = mean_square(q, x.reshape(4, KV_GROUP, 2, 64) if scheme.grouped else x)
+    found = mean_square(q, x.reshape(-1, KV_GROUP, 2, 64) if scheme.grouped else x)
     if scheme.kind != "turboquant":
         assert found <= ALLOWED[scheme.kind]
     else:
