@@ -27,6 +27,7 @@ __all__ = [
     "changes_between",
     "diff",
     "keyed_candidates",
+    "widened",
 ]
 
 
@@ -71,6 +72,11 @@ class Padding:
     dim: str
     asked: int
     padded: int
+
+
+def widened(*dims: tuple[str, int, int]) -> tuple[Padding, ...]:
+    """Of ``(name, size, multiple)`` those that are widened to the next multiple."""
+    return tuple(Padding(name, size, -(-size // multiple) * multiple) for name, size, multiple in dims if size % multiple)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from hal_core.kernel import EmbeddingKernel, LinearEpilogue, LinearKernel, MoEEp
 from hal_core.numerics import Numerics
 from hal_core.refusal import Refusal
 from hal_core.schemes import GranularityKind, ZeroKind
-from hal_core.selection import Padding
+from hal_core.selection import widened
 from hal_core.spec import ACTIVATIONS
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hal_core.kernel import LinearWeights, MoEWeights
     from hal_core.machine import Machine
     from hal_core.schemes import WeightScheme
+    from hal_core.selection import Padding
     from hal_core.spec import EmbeddingSpec, LinearSpec, MoESpec
 
 __all__ = ["KERNELS"]
@@ -50,11 +51,6 @@ _SLOW_BF16 = 150
 def _bf16_rank(machine: Machine) -> int:
     intel = any(device.kind == "cpu" and device.vendor == "intel" for device in machine.devices)
     return _SLOW_BF16 if intel else _FAST_BF16
-
-
-def _tiled(*dims: tuple[str, int, int]) -> tuple[Padding, ...]:
-    """The dimensions that the layout widens, of ``(name, size, multiple)``."""
-    return tuple(Padding(name, size, -(-size // multiple) * multiple) for name, size, multiple in dims if size % multiple)
 
 
 def _word(scheme: WeightScheme) -> int:
@@ -90,7 +86,7 @@ class LinearAVX512(LinearKernel):
         return (*super().refusals(spec, machine), *_same_dtype(spec))
 
     def padding(self, spec: LinearSpec) -> tuple[Padding, ...]:
-        return _tiled(("n", spec.n, TILE), ("k", spec.k, _word(spec.weights)))
+        return widened(("n", spec.n, TILE), ("k", spec.k, _word(spec.weights)))
 
     def prepare(self, spec: LinearSpec, weights: LinearWeights) -> CpuLinear:
         from hal_backend_cpu.ops import CpuLinear
@@ -140,7 +136,7 @@ class EmbeddingAVX512(EmbeddingKernel):
     priority = 200
 
     def padding(self, spec: EmbeddingSpec) -> tuple[Padding, ...]:
-        return _tiled(("rows", spec.rows, TILE), ("dim", spec.dim, _word(spec.weights)))
+        return widened(("rows", spec.rows, TILE), ("dim", spec.dim, _word(spec.weights)))
 
     def prepare(self, spec: EmbeddingSpec, weights: LinearWeights) -> CpuEmbedding:
         from hal_backend_cpu.ops import CpuEmbedding
@@ -198,7 +194,7 @@ class MoEAVX512(MoEKernel):
 
     def padding(self, spec: MoESpec) -> tuple[Padding, ...]:
         # each matrix is widened where it has outputs (tiles) and inputs (words); the tile covers both
-        return _tiled(("hidden", spec.hidden, TILE), ("intermediate", spec.intermediate, TILE))
+        return widened(("hidden", spec.hidden, TILE), ("intermediate", spec.intermediate, TILE))
 
     def prepare(self, spec: MoESpec, weights: MoEWeights) -> CpuMoE:
         from hal_backend_cpu.ops import CpuMoE
