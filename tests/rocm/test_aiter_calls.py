@@ -10,10 +10,11 @@ import types
 import aiter_source
 import pytest
 from hal_backend_rocm.aiter_provider import VERSIONS
-from hal_backend_rocm.aiter_provider.calls import NEWER, Call, bind, resolve, signature_from
+from hal_backend_rocm.aiter_provider.calls import NEWER, bind, signature_from
 from hal_backend_rocm.aiter_provider.entries import LINEARS, MOES
 from packaging.specifiers import SpecifierSet
 
+from hal_core.calls import Call, resolve
 from hal_core.errors import ContractError, MissingDependencyError
 
 ENTRIES = (*MOES, *LINEARS)

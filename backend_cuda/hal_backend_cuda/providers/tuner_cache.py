@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hal_backend_cuda.providers.calls import Call, bind, find
+from hal_core.calls import Call, bind, find
 from hal_core.errors import HalError
 
 if TYPE_CHECKING:

@@ -8,39 +8,13 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
+from hal_core.calls import Bound, Call, resolve
 from hal_core.errors import ContractError, MissingDependencyError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-__all__ = ["NEWER", "Bound", "Call", "bind", "resolve", "signature_from"]
+__all__ = ["NEWER", "bind", "signature_from"]
 
 _FIX = "install a version of amd-aiter that this backend was made for"
-
-
-@dataclass(frozen=True)
-class Call:
-    """One function of AITER. function: dotted path. keywords: all that are passed. optional: those that a version may lack."""
-
-    function: str
-    keywords: tuple[str, ...]
-    optional: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Bound:
-    """A call that fits: the function, and the keywords that it takes."""
-
-    target: Callable[..., Any]
-    keywords: frozenset[str]
-
-    def __call__(self, values: Mapping[str, Any]) -> Any:
-        """The call, without what this version lacks."""
-        return self.target(**{name: value for name, value in values.items() if name in self.keywords})
-
 
 #: Parameters of the source of August 2026, by our own reading; ``=`` marks those with a default. They stand in too where the installed
 #: function hides its own behind ``**kwargs``.
@@ -64,22 +38,6 @@ def signature_from(text: str) -> inspect.Signature:
     return inspect.Signature([inspect.Parameter(n.rstrip("="), kind, default=None if n.endswith("=") else empty) for n in names])
 
 
-def resolve(call: Call, signature: inspect.Signature) -> frozenset[str]:
-    """The keywords of ``call`` that ``signature`` takes.
-
-    Raises:
-        ContractError: a keyword that is not optional is unknown, or a parameter without a default is not given.
-    """
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    takes = {name: p for name, p in signature.parameters.items() if p.kind in named}
-    unknown = [name for name in call.keywords if name not in takes and name not in call.optional]
-    needed = [name for name, p in takes.items() if p.default is p.empty and name not in call.keywords]
-    if unknown or needed:
-        found = [f"does not take {', '.join(unknown)}"] * bool(unknown) + [f"needs {', '.join(needed)}"] * bool(needed)
-        raise ContractError(call.function, " and ".join(found), _FIX)
-    return frozenset(takes) & frozenset(call.keywords)
-
-
 def bind(call: Call) -> Bound:
     """The installed function of ``call``.
 
@@ -96,4 +54,4 @@ def bind(call: Call) -> Bound:
     signature = inspect.signature(function)
     if any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
         signature = signature_from(NEWER[call.function])
-    return Bound(function, resolve(call, signature))
+    return Bound(function, resolve(call, signature, _FIX))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hal_backend_rocm.aiter_provider.calls import Call
+from hal_core.calls import Call
 from hal_core.kernel import SchemeSet
 from hal_core.numerics import ActivationQuant, Numerics
 from hal_core.refusal import Refusal

@@ -6,10 +6,10 @@ import copy
 
 import pytest
 import torch
-from hal_backend_cuda.providers.calls import Call, bind, find
 from hal_backend_cuda.providers.flashinfer.attention import FlashInferKV
 from hal_backend_cuda.providers.flashinfer.plans import CALLS, Batch
 
+from hal_core.calls import Call, bind, find
 from hal_core.errors import ContractError, HalError, MissingDependencyError, ShapeError
 from hal_core.kv.op import KVParams
 from hal_core.kv.scheme import KVScheme

@@ -10,12 +10,12 @@ import torch
 pytest.importorskip("flashinfer", reason="needs flashinfer-python")
 
 from flashinfer_emulated import emulated
-from hal_backend_cuda.providers.calls import Bound, bind
 from hal_backend_cuda.providers.flashinfer import moe
 from hal_backend_cuda.providers.flashinfer.moe import FlashInferExperts, packed_routing
 from hal_backend_cuda.providers.flashinfer.moe_entries import ENTRIES, QUANTIZERS
 from hal_backend_cuda.providers.flashinfer.mxfp8 import mxfp8_arguments
 
+from hal_core.calls import Bound, bind
 from hal_core.errors import ContractError, ShapeError, UnfitWeightsError
 from hal_core.kernel import MoEWeights
 from hal_core.ops import QuantizedActivation, Routed

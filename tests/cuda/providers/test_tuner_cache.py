@@ -15,9 +15,10 @@ from hal_core.errors import HalError
 
 pytest.importorskip("flashinfer", reason="needs flashinfer-python")
 
-from hal_backend_cuda.providers.calls import bind
 from hal_backend_cuda.providers.tuner_cache import CALLS, TunerCache
 from tuner_process import known, remember, tuner
+
+from hal_core.calls import bind
 
 HERE = Path(__file__).resolve().parent
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hal_backend_cuda.providers.calls import Call
 from hal_backend_cuda.providers.flashinfer import VERSIONS
+from hal_core.calls import Call
 from hal_core.kernel import SchemeSet
 from hal_core.numerics import ActivationQuant, Numerics
 from hal_core.schemes import GranularityKind, ZeroKind

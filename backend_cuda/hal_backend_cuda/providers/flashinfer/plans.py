@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hal_backend_cuda.providers.calls import Bound, Call, bind
+from hal_core.calls import Bound, Call, bind
 from hal_core.errors import ShapeError
 
 if TYPE_CHECKING:

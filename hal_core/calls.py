@@ -16,7 +16,9 @@ from hal_core.errors import ContractError, MissingDependencyError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["Bound", "Call", "bind", "find"]
+__all__ = ["Bound", "Call", "bind", "find", "resolve"]
+
+_FIX = "install a version that this backend was made for"
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,10 @@ class Bound:
         """``values`` without those that this version lacks."""
         return {name: value for name, value in values.items() if name in self.keywords}
 
+    def __call__(self, values: Mapping[str, Any]) -> Any:
+        """The call, without what this version lacks."""
+        return self.target(**self.arguments(values))
+
 
 def find(path: str) -> Any:
     """The object at a dotted path.
@@ -63,7 +69,7 @@ def find(path: str) -> Any:
             raise MissingDependencyError(path, f"{error}", f"install {parts[0]} and what it imports") from error
         for attribute in parts[cut:]:
             if not hasattr(found, attribute):
-                raise ContractError(path, f"{name} has no {'.'.join(parts[cut:])}", "install a version that this backend was made for")
+                raise ContractError(path, f"{name} has no {'.'.join(parts[cut:])}", _FIX)
             found = getattr(found, attribute)
         return found
     raise ContractError(path, "not a dotted path")
@@ -76,15 +82,23 @@ def bind(call: Call, target: Callable[..., Any] | None = None) -> Bound:
         ContractError: a keyword that is not optional is unknown, or a parameter without a default is not given.
     """
     function = find(call.function) if target is None else target
-    signature = inspect.signature(_named(call, function))
-    parameters = {name: p for name, p in signature.parameters.items() if name != "self"}
-    takes = {name for name, p in parameters.items() if p.kind in {p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY}}
+    return Bound(function, resolve(call, inspect.signature(_named(call, function))))
+
+
+def resolve(call: Call, signature: inspect.Signature, fix: str = _FIX) -> frozenset[str]:
+    """The keywords of ``call`` that ``signature`` takes; ``fix`` is said where it does not fit.
+
+    Raises:
+        ContractError: a keyword that is not optional is unknown, or a parameter without a default is not given.
+    """
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    takes = {name: p for name, p in signature.parameters.items() if p.kind in named and name != "self"}
     unknown = [name for name in call.keywords if name not in takes and name not in call.optional]
-    needed = [name for name, p in parameters.items() if p.default is p.empty and name in takes and name not in call.keywords]
+    needed = [name for name, p in takes.items() if p.default is p.empty and name not in call.keywords]
     if unknown or needed:
         found = [f"does not take {', '.join(unknown)}"] * bool(unknown) + [f"needs {', '.join(needed)}"] * bool(needed)
-        raise ContractError(call.function, " and ".join(found), "install a version that this backend was made for")
-    return Bound(function, frozenset(takes & set(call.keywords)))
+        raise ContractError(call.function, " and ".join(found), fix)
+    return frozenset(takes) & frozenset(call.keywords)
 
 
 def _named(call: Call, function: Callable[..., Any]) -> Callable[..., Any]:
