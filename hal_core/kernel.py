@@ -198,7 +198,8 @@ class Kernel(ABC, Generic[S]):
     isa: processor features, all needed. architectures: device architectures, any of them; empty for all.
     numerics: what it does. layout: name of its packed form; kernels that share it can share weights.
     m_range: least and most rows of one call. error_bound: largest relative L2 error against the fp32 reference.
-    priority: higher wins under ``auto``.
+    priority: higher wins under ``auto``. provider: a library outside the wheel whose code runs; empty for the wheel's own. Where a
+    provider's kernel was made for a problem and refuses it, the selection of a lower one of the same backend says so.
     """
 
     op: ClassVar[str]
@@ -215,6 +216,7 @@ class Kernel(ABC, Generic[S]):
     layout: ClassVar[str]
     error_bound: ClassVar[float]
     priority: ClassVar[int]
+    provider: ClassVar[str] = ""
 
     def refusals(self, spec: S, machine: Machine) -> tuple[Refusal, ...]:
         """Every reason why this kernel cannot serve ``spec`` on ``machine``; empty means it can."""

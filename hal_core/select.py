@@ -14,6 +14,7 @@ from hal_core.spec import KVCacheSpec
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from hal_core.kernel import Kernel
     from hal_core.machine import Machine
     from hal_core.policy import Binding, Policy
     from hal_core.registry import BackendRow, RegisteredKernel
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["candidates_from", "select_from"]
 
 _LAST = "reference"
+#: A kernel refused for one of these was not made for the problem, so that another one serves is no loss.
+_OTHER_PROBLEM = ("scheme.", "kv.scheme", "kv.mixed", "numerics.", "policy.")
 _INSTALL = "pip install hal-backend-cpu (or -cuda, -rocm, -xpu)"
 
 
@@ -82,7 +85,7 @@ def select_from(
         numerics=numerics,
         transforms=tuple(dict.fromkeys(t for kernel in chosen for t in kernel.transforms(spec))),
         padding=tuple(dict.fromkeys(p for kernel in chosen for p in kernel.padding(spec))),
-        notes=(*unmatched, *_notes(spec, decision, numerics)),
+        notes=(*unmatched, *_notes(spec, decision, numerics), *_passed_over(spec, decision, by_name)),
     )
 
 
@@ -269,6 +272,28 @@ def _notes(spec: Spec, decision: _Decision, numerics: Numerics) -> tuple[str, ..
         does = "is exact" if numerics.exact else f"computes with inputs {', '.join(map(str, numerics.activations))}"
         return (f"{spec} runs on {names}, which {does} and is slow:{why}",)
     return ()
+
+
+def _passed_over(spec: Spec, decision: _Decision, by_name: dict[str, Kernel[Any]]) -> tuple[str, ...]:
+    """Libraries whose kernel was made for the problem, ranks above the chosen one of its backend, and refused; each once.
+
+    Where the library cannot be called at all, the note is the same for every spec.
+    """
+    if decision.fallen:  # said already, with every reason
+        return ()
+    served = next(c for c in decision.candidates if c.kernel == decision.plan.names[-1])
+    told: dict[str, str] = {}
+    for c in decision.candidates:
+        library = by_name[c.kernel].provider if c.kernel in by_name else ""
+        above = library and library != by_name[served.kernel].provider and c.backend == served.backend and c.priority > served.priority
+        other = any(reason.code.startswith(_OTHER_PROBLEM) for reason in c.refusals)
+        if not above or c.accepted or other or not _meant(c, decision.binding):
+            continue
+        if absent := "".join(f"\n  {reason}" for reason in c.refusals if reason.code.startswith("backend.")):
+            told.setdefault(library, f"{library} cannot be called, so other kernels of {c.backend} serve in its place:{absent}")
+        else:
+            told.setdefault(library, f"{spec} runs on {', '.join(decision.plan.names)} in place of {library}:{_listed([c])}")
+    return tuple(told.values())
 
 
 def _no_kernel(spec: Spec, policy: Policy, decision: _Decision) -> NoKernelError:

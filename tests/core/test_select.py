@@ -196,6 +196,43 @@ def test_the_reference_is_last_whatever_its_priority_and_says_why():
     assert "pip install hal-backend-cpu" in note
 
 
+# A library whose kernel refuses.
+
+PROVIDED = registered("cpu.provided", priority=90, provider="libfast", limits=(ShapeLimit("n", 100),))
+
+
+def test_a_selection_says_which_library_did_not_serve_and_why():
+    selection = select(kernels=(*KERNELS, PROVIDED))
+    assert selection.kernel == "cpu.fast"
+    (note,) = selection.notes
+    assert note.startswith("linear 256x512 int4:g128 bf16 [exact] runs on cpu.fast in place of libfast:\n  cpu.provided: [shape.multiple]")
+    assert f"note:     {note.splitlines()[0][:-1]}" in str(selection)
+
+
+def test_a_library_that_cannot_be_called_is_one_note_for_all_specs():
+    absent = Refusal("backend.package", "libfast", "not installed", "pip install libfast")
+    kernels = (*KERNELS, registered("cpu.provided", priority=90, provider="libfast", refusals=lambda *_: (absent,)))
+    (note,), (other,) = (select(replace(LINEAR, n=n), kernels=kernels).notes for n in (256, 512))
+    assert note == other
+    assert note.startswith("libfast cannot be called, so other kernels of cpu serve in its place:\n  [backend.package]")
+
+
+@pytest.mark.parametrize(
+    ("provided", "policy"),
+    [
+        (registered("cpu.provided", priority=90, provider="libfast"), "auto"),
+        (registered("cpu.provided", priority=1, provider="libfast", limits=PROVIDED.kernel.limits), "auto"),
+        (registered("cpu.provided", priority=90, provider="libfast", numerics=Numerics((ActivationQuant("int8", "token"),))), "auto"),
+        (registered("cpu.provided", priority=90, limits=PROVIDED.kernel.limits), "auto"),
+        (PROVIDED, "prefer:cpu.fast"),
+        (PROVIDED, "require:cpu.fast"),
+    ],
+    ids=["it serves", "it ranks lower", "made for another problem", "no library's", "another was preferred", "another was required"],
+)
+def test_a_library_that_was_not_to_serve_is_not_mentioned(provided, policy):
+    assert select(policy=policy, kernels=(*KERNELS, provided)).notes == ()
+
+
 # Intervals of M.
 
 

@@ -124,6 +124,21 @@ def test_aiters_reasons_cite_its_own_lines():
     assert "asm_moe_2stage.cu:187" in reason.found
 
 
+@pytest.mark.parametrize(
+    ("software", "spec", "told"),
+    [
+        ("aiter", moe("bf16", bias=True), "in place of amd-aiter:\n  rocm.moe_aiter_bf16: [epilogue.bias]"),
+        ("plain", PTPC, "amd-aiter cannot be called, so other kernels of rocm serve in its place:\n  [backend.package]"),
+        ("aiter", moe("int4:g128"), None),
+    ],
+)
+def test_a_selection_says_that_aiter_did_not_serve(software, spec, told):
+    machine = replace(load_facts("mi300x"), versions=SOFTWARE[software])
+    notes = select_from(spec, machine, Policy.parse("auto"), ALL).notes
+    assert len(notes) == (told is not None)
+    assert told is None or told in notes[0]
+
+
 def row_of_docs(name, software, spec, wanted, other, code) -> str:
     """The row as docs/backend-rocm.md lists it."""
     told = str(spec).replace("moe E128 k8 H2048 ", "experts ")

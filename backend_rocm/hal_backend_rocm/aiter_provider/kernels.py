@@ -47,6 +47,7 @@ class MoEAiter(MoEKernel):
     limits = ()
     m_range = (1, None)
     priority = _PRIORITY
+    provider = DISTRIBUTION
 
     def __init__(self, entry: Entry) -> None:
         self._entry = entry
@@ -76,6 +77,7 @@ class LinearAiter(LinearKernel):
     limits = ()
     m_range = (1, None)
     priority = _PRIORITY
+    provider = DISTRIBUTION
 
     def __init__(self, entry: Entry) -> None:
         self._entry = entry
