@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from hal_core.canonical import QuantizedTensor, pack_nibbles, unpack_nibbles
-from hal_core.dtypes import torch_dtype
 from hal_core.errors import FormatError, UnfitWeightsError
 from hal_core.layouts import Layout
+from hal_core.prepared import rounded_scales
 from hal_core.recast import recast
 from hal_core.schemes import GranularityKind, WeightScheme, ZeroKind
 
@@ -27,8 +27,6 @@ __all__ = ["HummingLayout", "humming_tensors", "stacked_rows"]
 
 #: The sign bit of each code of a byte: turning it over adds half of the range.
 _SIGNS = {"int4": 0x88, "int8": 0x80}
-#: Half a step of the last kept bit, as a part of the number.
-_ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
 @dataclass(frozen=True)
@@ -98,9 +96,9 @@ def humming_tensors(weight: QuantizedTensor, dtype: str) -> dict[str, Tensor]:
         whole = torch.ones(weight.shape[:-2]) if weight.global_scale is None else weight.global_scale
         tensors["weight_scale_2"] = whole.to(scales.device, torch.float32).reshape(-1)
     elif scheme.granularity.block is not None:
-        tensors["weight_scale"] = _plain_floats(scales, scheme).float()
+        tensors["weight_scale"] = rounded_scales(f"{scheme} for humming", scales, "fp32")
     else:
-        tensors["weight_scale"] = _rounded(_plain_floats(scales, scheme), dtype, scheme)
+        tensors["weight_scale"] = rounded_scales(f"{scheme} for humming", scales, dtype)
     if weight.zeros is not None:
         tensors["zero_point"] = _packed_zeros(weight.zeros, scheme.bits)
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
@@ -148,21 +146,3 @@ def _packed_zeros(zeros: Tensor, bits: int) -> Tensor:
 def _unpacked_zeros(words: Tensor, bits: int, n: int) -> Tensor:
     data = recast(words.transpose(-1, -2).contiguous(), torch.uint8)
     return (unpack_nibbles(data, n) if bits == 4 else data).transpose(-1, -2).contiguous()
-
-
-def _plain_floats(scales: Tensor, scheme: WeightScheme) -> Tensor:
-    if not scales.is_floating_point():
-        raise UnfitWeightsError(f"{scheme} for humming", f"scales are {scales.dtype}", "convert them to float32, or use another kernel")
-    return scales
-
-
-def _rounded(scales: Tensor, dtype: str, scheme: WeightScheme) -> Tensor:
-    kind = torch_dtype(dtype)
-    cast = scales.to(kind)
-    if scales.dtype == kind:
-        return cast
-    wrong = (cast.double() - scales.double()).abs() > scales.double().abs() * _ROUNDING[kind]
-    if bool(wrong.any() | ~torch.isfinite(cast).all()):
-        found = f"{int(wrong.sum())} scales of {scales.dtype} are outside the range of {dtype}"
-        raise UnfitWeightsError(f"{scheme} for humming", found, "run the model in another dtype, or use another kernel")
-    return cast

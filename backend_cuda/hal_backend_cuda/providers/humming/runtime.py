@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hal_backend_cuda.providers.buffers import FixedBuffers
 from hal_backend_cuda.providers.humming.recipes import INSTALL
 from hal_backend_cuda.providers.humming.tables import BlockTable, joined
 from hal_backend_cuda.providers.steps import Sorted
 from hal_core.dtypes import torch_dtype
 from hal_core.errors import MissingDependencyError
+from hal_core.prepared import FixedBuffers
 
 if TYPE_CHECKING:
     from hal_backend_cuda.providers.humming.recipes import Recipe
