@@ -157,12 +157,13 @@ def measure(
 
 
 def cached_logits(model: Any, ids: Tensor, cache: Any = None, step: int | None = None) -> Tensor:
-    """Logits ``[B, T, vocab]`` of ids ``[B, T]``, ``step`` tokens at a time through a :class:`KVCache` where one is given."""
+    """Logits ``[B, T, vocab]`` of ids ``[B, T]``, ``step`` tokens at a time through a :class:`KVCache` where one is given; on the CPU."""
+    ids = ids.to(getattr(model, "device", "cpu"))
     if cache is None:
-        return model(input_ids=ids, use_cache=False).logits  # type: ignore[no-any-return]
+        return model(input_ids=ids, use_cache=False).logits.cpu()  # type: ignore[no-any-return]
     given = {cache.argument(model): cache}
     parts = [model(input_ids=part, use_cache=True, **given).logits for part in torch.split(ids, step or ids.shape[1], dim=1)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).cpu()
 
 
 def _check(ids: Tensor, window: int, vocab: int, positions: int | None) -> None:

@@ -15,6 +15,7 @@ from hal_core.cli.common import (
     KV_CACHE,
     NUMERICS,
     POLICY,
+    RECAST,
     SEED,
     THREADS,
     console,
@@ -25,6 +26,7 @@ from hal_core.cli.common import (
     peak_memory_bytes,
     print_json,
     progress_bar,
+    recast_of,
 )  # fmt: skip
 from hal_core.errors import FormatError, SettingError
 
@@ -93,6 +95,7 @@ def register(app: typer.Typer) -> None:
         numerics: NUMERICS = "checkpoint",
         kv_cache: KV_CACHE = None,
         dtype: Annotated[str, typer.Option(help="Activation dtype: auto, fp32, bf16 or fp16.")] = "auto",
+        recast: RECAST = None,
         chat: Annotated[
             bool | None, typer.Option(help="Wrap the prompt in the checkpoint's chat template.", show_default="when it has one")
         ] = None,
@@ -115,7 +118,8 @@ def register(app: typer.Typer) -> None:
         tokenizer = load_tokenizer(path)
         with progress_bar("loading", as_json) as progress:
             started = time.perf_counter()
-            model = hal_core.load(path, policy=policy, numerics=numerics, dtype=dtype, progress=progress)
+            changed = recast_of(recast)
+            model = hal_core.load(path, policy=policy, numerics=numerics, dtype=dtype, recast=changed, progress=progress)
             load_seconds = time.perf_counter() - started
         ids = encode(tokenizer, prompt, chat)
         cache = None if kv_cache is None else packed_cache(model, kv_cache, policy)
@@ -190,6 +194,7 @@ def generate(
         model.generation_config.temperature = model.generation_config.top_p = model.generation_config.top_k = None
     options = {} if cache is None else {cache.argument(model): cache}
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    ids = ids.to(model.device)
     with torch.inference_mode():
         started = time.perf_counter()
         model.generate(
@@ -215,9 +220,15 @@ def describe(report: LoadReport) -> dict[str, Any]:
     return {
         "format": report.format, "dtype": report.dtype, "numerics": report.numerics, "computed": list(report.computed),
         "policy": report.policy, "kernels": report.kernels(),
-        "layers": rows, "notes": [*report.notes, *(f"{op.module}: {note}" for op in report.ops for note in op.notes)],
+        "layers": rows, "notes": [*report.notes, *(f"{op.module}: {note}" for op in report.ops for note in op.notes), *_changed(report)],
         "packed_bytes": report.packed_bytes, "unquantized_bytes": report.unquantized_bytes,
     }  # fmt: skip
+
+
+def _changed(report: LoadReport) -> tuple[str, ...]:
+    """What was done to weights that loses information, layers of one pattern together."""
+    changes = (f"{module_pattern(op.module)}: {change}" for op in report.ops for change in op.selection.transforms)
+    return tuple(dict.fromkeys(changes))
 
 
 def _print_summary(result: dict[str, Any]) -> None:

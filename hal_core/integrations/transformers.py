@@ -18,7 +18,9 @@ from hal_core.dtypes import dtype_word, torch_dtype
 from hal_core.errors import FormatError, HalError
 from hal_core.formats import open_checkpoint
 from hal_core.formats.base import Checkpoint
+from hal_core.formats.recasting import recast_checkpoint
 from hal_core.fused_experts import fused_weights
+from hal_core.integrations.placement import home_of, placed
 from hal_core.integrations.skeleton import finish, model_skeleton
 from hal_core.kernel import LinearWeights, MoEWeights
 from hal_core.memory import Trimmer
@@ -29,7 +31,7 @@ from hal_core.report import LoadReport, OpReport
 from hal_core.widen import widen
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from torch import Tensor
@@ -83,9 +85,10 @@ def load(
     policy: Policy | str | None = None,
     numerics: str = "checkpoint",
     dtype: torch.dtype | str | None = None,
+    recast: Mapping[str, str] | None = None,
     progress: Progress | None = None,
 ) -> Any:
-    """A ``transformers`` model of the checkpoint on the CPU; ``model.hal`` is its :class:`LoadReport`.
+    """A ``transformers`` model of the checkpoint, on the device of its kernels; ``model.hal`` is its :class:`LoadReport`.
 
     ``model.hal_kv_params`` holds the checkpoint's calibrated scales of an fp8 key/value cache by layer, which :class:`KVCache` takes.
 
@@ -94,22 +97,27 @@ def load(
         policy: a policy or its text; default: the surrounding ``hal.policy``, ``HAL_POLICY``, or ``auto``.
         numerics: ``checkpoint``, ``exact``, ``int8`` ...
         dtype: activation dtype; default: the checkpoint's.
+        recast: modules whose float weights are quantized while they are read; see :func:`hal_core.formats.recasting.recast_checkpoint`.
         progress: called with (bytes read, bytes in all, parameter name).
 
     Raises:
         FormatError: the checkpoint does not hold what the model needs, or holds what the model does not use.
         NoKernelError: no kernel may serve a layer; names the layer and every candidate's reasons.
+        PolicyError: the kernels of the model run on several devices.
     """
-    checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
+    checkpoint = recast_checkpoint(path if isinstance(path, Checkpoint) else open_checkpoint(path), recast)
     activation_dtype = torch_dtype(checkpoint_dtype(checkpoint, dtype))
     chosen = current_policy(policy)
     model = model_skeleton(checkpoint, activation_dtype)
-    filler = _Filler(checkpoint, model, activation_dtype, chosen, progress)
-    for planned in plan_checkpoint(checkpoint, dtype_word(activation_dtype), numerics):
+    plan = tuple(plan_checkpoint(checkpoint, dtype_word(activation_dtype), numerics))
+    filler = _Filler(checkpoint, model, activation_dtype, chosen, progress, home_of(plan, chosen))
+    for planned in plan:
         filler.fill_op(planned)
     filler.fill_plain()
     filler.trimmer.flush()
     finish(model, checkpoint)
+    if filler.device.type != "cpu":
+        model.to(filler.device)  # what no checkpoint stores; all else is there
     model.save_pretrained = _refuse_saving
     model.hal_kv_params = checkpoint.kv_params()
     model.hal = LoadReport(
@@ -123,8 +131,11 @@ def load(
 class _Filler:
     """Puts ops and plain parameters into the skeleton and keeps count."""
 
-    def __init__(self, checkpoint: Checkpoint, model: Any, dtype: torch.dtype, policy: Policy, progress: Progress | None) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, model: Any, dtype: torch.dtype, policy: Policy, progress: Progress | None, device: torch.device
+    ) -> None:
         self.checkpoint, self.model, self.dtype, self.policy, self.progress = checkpoint, model, dtype, policy, progress
+        self.device = device
         self.reports: list[OpReport] = []
         self.trimmer = Trimmer()
         self.plain_bytes = 0
@@ -136,7 +147,7 @@ class _Filler:
         """Read a planned op's weights, prepare it and put it in place of the module."""
         old = self._module(planned)
         try:
-            op = prepare(planned.spec, self._weights(planned), self.policy, layer=planned.module)
+            op = prepare(planned.spec, placed(self._weights(planned), self.device), self.policy, layer=planned.module)
         except HalError as error:
             error.args = (f"layer {planned.module}: {error}",)
             raise
@@ -146,6 +157,7 @@ class _Filler:
         if isinstance(op, QuantEmbedding) and planned.spec.op == "embedding" and getattr(planned.spec, "tied_head", False):
             self.model.set_output_embeddings(TiedHead(op))
         if op.selection is not None:  # prepare() always sets it
+            op.selection = planned.served_by(op.selection)
             self.reports.append(OpReport(planned.module, op.selection, _nbytes(op), planned.notes))
 
     def _module(self, planned: PlannedOp) -> nn.Module:
@@ -246,7 +258,7 @@ class _Filler:
         source = self._experts_source(name, parameter)
         tensor = self._load_checked(name, tuple(parameter.shape)) if source is None else source
         self.plain_bytes += tensor.numel() * tensor.element_size()
-        return nn.Parameter(tensor, requires_grad=False)
+        return nn.Parameter(tensor.to(self.device), requires_grad=False)
 
     def _load_checked(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if name not in self.checkpoint.entries:
