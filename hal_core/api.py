@@ -19,7 +19,7 @@ from hal_core.spec import EmbeddingSpec, KVCacheSpec, LinearSpec, MoESpec
 from hal_core.stored import with_software
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -178,6 +178,7 @@ def load(
     policy: Policy | str | None = None,
     numerics: str = "checkpoint",
     dtype: torch.dtype | str | None = None,
+    recast: Mapping[str, str] | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Any:
     """A ``transformers`` model of a quantized checkpoint (path, hub id or opened); see :func:`hal_core.integrations.transformers.load`."""
@@ -188,7 +189,7 @@ def load(
         path = resolve_checkpoint(path)
     elif not hasattr(path, "entries"):
         raise FormatError(f"checkpoint of type {type(path).__name__}", "not a path", "give a folder, a .gguf file or a hub id")
-    return load_model(path, policy=policy, numerics=numerics, dtype=dtype, progress=progress)
+    return load_model(path, policy=policy, numerics=numerics, dtype=dtype, recast=recast, progress=progress)
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:

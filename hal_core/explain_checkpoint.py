@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hal_core.errors import ValueDecodeError
@@ -14,7 +14,7 @@ from hal_core.sharding import Heads, Shard, shard
 from hal_core.spec import EmbeddingSpec, LinearSpec, MoESpec
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from hal_core.formats.base import Checkpoint
     from hal_core.machine import Machine
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hal_core.policy import Policy
     from hal_core.registry import BackendRow, RegisteredKernel
     from hal_core.schemes import WeightScheme
-    from hal_core.selection import Selection
+    from hal_core.selection import Selection, Transform
     from hal_core.spec import Spec
 
 __all__ = ["CheckpointExplanation", "LayerGroup", "explain_checkpoint", "layer_pattern", "weight_bytes"]
@@ -103,6 +103,7 @@ class CheckpointExplanation:
 def explain_checkpoint(
     checkpoint: Checkpoint, machine: Machine, policy: Policy, kernels: Sequence[RegisteredKernel], rows: Sequence[BackendRow] = (), *,
     dtype: str | None = None, numerics: str = "checkpoint", tp: int = 1, name: str | None = None,
+    recast: Mapping[str, str] | None = None,
 ) -> CheckpointExplanation:  # fmt: skip
     """Every layer with quantized weights, in groups that ask for the same thing.
 
@@ -116,17 +117,20 @@ def explain_checkpoint(
         numerics: a word such as ``exact`` or ``checkpoint``.
         tp: ranks of tensor parallelism.
         name: what to call the checkpoint; None for its path.
+        recast: as for ``hal_core.load``.
     """
+    from hal_core.formats.recasting import recast_checkpoint
     from hal_core.plan import checkpoint_dtype, plan_checkpoint
 
+    checkpoint = recast_checkpoint(checkpoint, recast)
     heads, word = Heads.of_config(checkpoint.config), checkpoint_dtype(checkpoint, dtype)
-    grouped: dict[tuple[Spec, Shard | Refusal], list[PlannedOp]] = {}
+    grouped: dict[tuple[Spec, Shard | Refusal, tuple[Transform, ...]], list[PlannedOp]] = {}
     for planned in plan_checkpoint(checkpoint, word, numerics):
         cut = shard(planned.module, planned.spec, tp, heads)
         if isinstance(cut, Refusal):  # one row for equal layers: the name stands with the group
             cut = Refusal(cut.code, cut.asked.replace(planned.module, layer_pattern(planned.module)), cut.found, cut.fix)
-        grouped.setdefault((planned.spec, cut), []).append(planned)
-    groups = tuple(_group(checkpoint, cut, members, (machine, policy, kernels, rows)) for (_, cut), members in grouped.items())
+        grouped.setdefault((planned.spec, cut, planned.transforms), []).append(planned)
+    groups = tuple(_group(checkpoint, cut, members, (machine, policy, kernels, rows)) for (_, cut, _), members in grouped.items())
     devices = "; ".join(map(str, machine.devices))
     shown = name if name is not None else str(checkpoint.path)
     return CheckpointExplanation(shown, checkpoint.format, word, numerics, str(policy), tp, devices, groups)
@@ -143,6 +147,8 @@ def _group(
     if isinstance(cut, Refusal):
         return LayerGroup(layers, len(modules), modules, None, "refused", size, refusals=(cut,))
     explanation = explain_from(cut.spec, *world)
+    if explanation.selection is not None:
+        explanation = replace(explanation, selection=members[0].served_by(explanation.selection))
     rank = None if explanation.selection is None else len(modules) * weight_bytes(explanation.selection)
     notes = (*cut.notes, *dict.fromkeys(note for planned in members for note in planned.notes))
     return LayerGroup(layers, len(modules), modules, explanation, cut.rule, size, rank, notes)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from hal_core.formats.base import Checkpoint, Entry
+    from hal_core.selection import Selection, Transform
     from hal_core.spec import Spec
 
 __all__ = ["PlannedOp", "checkpoint_dtype", "plan_checkpoint"]
@@ -35,17 +36,22 @@ _HIDDEN_ACTS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_t
 class PlannedOp:
     """One op of the model. ``module`` is the module's dotted name; ``members`` are parameter names, by role.
 
-    notes: what is done to the weights before a kernel sees them, all of it exact.
+    notes: what is done to the weights before a kernel sees them, all of it exact. transforms: what is not.
     """
 
     module: str
     spec: Spec
     members: tuple[tuple[str, str], ...]
     notes: tuple[str, ...] = ()
+    transforms: tuple[Transform, ...] = ()
 
     def names(self, role: str) -> tuple[str, ...]:
         """Parameter names of a role (``weight``, ``bias``, ``gate``, ``up``, ``down``), experts in order."""
         return tuple(name for r, name in self.members if r == role)
+
+    def served_by(self, selection: Selection) -> Selection:
+        """The selection of its spec, with what is done to these weights before."""
+        return replace(selection, transforms=(*self.transforms, *selection.transforms)) if self.transforms else selection
 
 
 def plan_checkpoint(checkpoint: Checkpoint, dtype: str, numerics: str = "checkpoint") -> tuple[PlannedOp, ...]:
@@ -105,10 +111,11 @@ def _plan_matrix(checkpoint: Checkpoint, module: str, entry: Entry, dtype: str, 
     if _EMBEDDING.fullmatch(entry.name):
         tied = bool(checkpoint.config.get("tie_word_embeddings")) and "lm_head.weight" not in checkpoint.entries
         spec = EmbeddingSpec(n, k, entry.scheme, request, dtype, tied_head=tied)
-        return PlannedOp(module, spec, (("weight", entry.name),))
+        return PlannedOp(module, spec, (("weight", entry.name),), transforms=entry.transforms)
     bias = f"{module}.bias" in checkpoint.entries
     members = (("weight", entry.name), *((("bias", f"{module}.bias"),) if bias else ()))
-    return PlannedOp(module, LinearSpec(n, k, entry.scheme, entry.activations, request, dtype, bias=bias), members)
+    linear = LinearSpec(n, k, entry.scheme, entry.activations, request, dtype, bias=bias)
+    return PlannedOp(module, linear, members, transforms=entry.transforms)
 
 
 def _plan_fused(checkpoint: Checkpoint, block: str, parts: Mapping[str, Entry], dtype: str, numerics: str) -> PlannedOp:
@@ -145,7 +152,8 @@ def _plan_experts(checkpoint: Checkpoint, block: str, roles: Mapping[str, Mappin
     _check_inputs(entries["up_proj"], entries.values(), numerics)
     spec = _experts_spec(checkpoint.config, block, count, entries, dtype, numerics)
     named = tuple((role.removesuffix("_proj"), roles[role][i].name) for role in ("gate_proj", "up_proj", "down_proj") for i in range(count))
-    return PlannedOp(block, spec, named, _widening_notes(roles, entries))
+    changes = dict.fromkeys(change for members in roles.values() for entry in members.values() for change in entry.transforms)
+    return PlannedOp(block, spec, named, _widening_notes(roles, entries), tuple(changes))
 
 
 def _check_inputs(first: Entry, others: Iterable[Entry], numerics: str) -> None:

@@ -64,6 +64,9 @@ class Transform:
     name: str
     error_bound: float
 
+    def __str__(self) -> str:
+        return f"{self.name} (adds at most {self.error_bound:g} relative L2)"
+
 
 @dataclass(frozen=True)
 class Padding:
@@ -153,7 +156,7 @@ class Selection:
     def __str__(self) -> str:
         lines = [str(self.spec), f"  policy:   {self.policy}", f"  chosen:   {', '.join(map(str, self.intervals))}"]
         lines += [f"  layout:   {self.layout}", f"  numerics: {self.numerics}"]
-        lines += [f"  changes:  {t.name} (adds at most {t.error_bound:g} relative L2)" for t in self.transforms]
+        lines += [f"  changes:  {transform}" for transform in self.transforms]
         lines += [f"  padding:  {p.dim} {p.asked} to {p.padded}" for p in self.padding]
         lines += [f"  adapters: {', '.join(self.adapters)}"] if self.adapters else []
         lines += [f"  tuned:    {self.tuned}"] if self.tuned else []

@@ -23,11 +23,12 @@ if TYPE_CHECKING:
 
     from hal_core.canonical import QuantizedTensor
 
-__all__ = ["Fnuz", "GroupToChannel", "Recast", "WeightTransform", "added_error"]
+__all__ = ["Fnuz", "GroupToChannel", "Recast", "ToFP8", "WeightTransform", "added_error"]
 
 _RECAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 #: float32 elements compared at a time.
 _CHUNK = 1 << 22
+_MOST_E4M3 = 448.0
 
 
 class WeightTransform(ABC):
@@ -121,6 +122,46 @@ class Fnuz(WeightTransform):
         if too_large:
             raise self._refused(scheme, f"twice the largest scale is not finite in {scales.dtype}", "recast the scales to float32 first")
         return doubled
+
+
+@dataclass(frozen=True)
+class ToFP8(WeightTransform):
+    """A float weight in e4m3, with a float32 scale for every row or block: its largest magnitude becomes the largest code, 448.
+
+    A rounded element moves by a 17th of itself at most, one below the normal codes by 2**-10 of a scale: for the whole less than
+    2**-4, whatever the weight.
+    """
+
+    to: WeightScheme
+
+    def __post_init__(self) -> None:
+        kinds = (GranularityKind.CHANNEL, GranularityKind.BLOCK)
+        if self.to.dtype != "fp8_e4m3" or self.to.granularity.kind not in kinds:
+            fix = "known: fp8_e4m3:channel, and blocks such as fp8_e4m3:b128x128"
+            raise ShapeError(f"recast of weights to {self.to}", "not known", fix)
+
+    @property
+    def name(self) -> str:
+        return f"recast:{self.to}"
+
+    error_bound = 2.0**-4
+
+    def obstacle(self, scheme: WeightScheme) -> str:
+        return "it changes float weights" if scheme.quantized else ""
+
+    def apply(self, weight: QuantizedTensor) -> QuantizedTensor:
+        self._check(weight.scheme)
+        (n, k), lead = weight.shape[-2:], weight.shape[:-2]
+        rows, columns = self.to.granularity.block or (1, k)
+        down, across = -(-n // rows), -(-k // columns)
+        padded = torch.nn.functional.pad(weight.values.float(), (0, across * columns - k, 0, down * rows - n))
+        blocks = padded.view(*lead, down, rows, across, columns)
+        scales = blocks.abs().amax((-3, -1), keepdim=True) / _MOST_E4M3
+        if not bool((torch.isfinite(scales) & ((scales == 0) | (scales > torch.finfo(torch.float32).tiny))).all()):
+            raise self._refused(weight.scheme, "values that are not finite, or too small for a scale", "keep the weight as it is stored")
+        codes = (blocks / torch.where(scales == 0, 1.0, scales)).clamp_(-_MOST_E4M3, _MOST_E4M3).view(padded.shape)[..., :n, :k]
+        values = codes.contiguous().to(torch.float8_e4m3fn)
+        return replace(weight, scheme=self.to, values=values, scales=scales.view(*lead, down, across))
 
 
 @dataclass(frozen=True)

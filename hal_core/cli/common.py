@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from hal_core.errors import SettingError
 from hal_core.explain_checkpoint import layer_pattern as module_pattern
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ __all__ = [
     "NUMERICS",
     "OUT",
     "POLICY",
+    "RECAST",
     "SEED",
     "THREADS",
     "console",
@@ -35,6 +37,7 @@ __all__ = [
     "peak_memory_bytes",
     "print_json",
     "progress_bar",
+    "recast_of",
 ]
 
 CHECKPOINT = Annotated[
@@ -80,7 +83,27 @@ KV_CACHE = Annotated[
         show_default="transformers' own cache",
     ),
 ]
+RECAST = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="MODULES=SCHEME",
+        help="Quantize float weights while they are read: a glob of modules and fp8:channel or fp8:b128x128. May be given again.",
+        show_default="as they are stored",
+    ),
+]
 OUT = Annotated[Path, typer.Option("--out", help="The safetensors file to write.", show_default=False)]
+
+
+def recast_of(options: list[str] | None) -> dict[str, str]:
+    """``--recast`` as ``hal_core.load`` takes it."""
+    found = {}
+    for text in options or ():
+        pattern, equals, scheme = text.rpartition("=")
+        if not equals or not pattern or pattern in found:
+            wrong = "given twice" if pattern in found else "no scheme"
+            raise SettingError(f"--recast {text!r}", wrong, "write '*.mlp.experts=fp8:channel'")
+        found[pattern] = scheme
+    return found
 
 
 def console(stderr: bool = False) -> Console:

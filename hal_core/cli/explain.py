@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from hal_core.cli.common import JSON, NUMERICS, POLICY, console, examples, human_bytes, print_json
+from hal_core.cli.common import JSON, NUMERICS, POLICY, RECAST, console, examples, human_bytes, print_json, recast_of
 from hal_core.cli.facts import FACTS, machine_of
 from hal_core.errors import SettingError
 
@@ -71,6 +71,7 @@ def register(app: typer.Typer) -> None:
             str | None, typer.Option(help="Activation dtype: fp32, bf16 or fp16.", show_default="the checkpoint's, or bf16")
         ] = None,
         tp: Annotated[int, typer.Option("--tp", help="Ranks of tensor parallelism of a checkpoint.")] = 1,
+        recast: RECAST = None,
         policy: POLICY = None,
         numerics: NUMERICS = "checkpoint",
         facts: FACTS = None,
@@ -83,11 +84,13 @@ def register(app: typer.Typer) -> None:
         from hal_core.spec import Activation, KVCacheSpec, MoESpec
 
         _check_form(checkpoint, op, diff, tp)
+        if recast and checkpoint is None:
+            raise SettingError("--recast", "without a checkpoint", "give the scheme that is read with --scheme")
         if diff is not None:
             _diff(*diff, as_json)
             return
         if checkpoint is not None:
-            _explain_checkpoint(checkpoint, dtype, policy, numerics, facts, tp, as_json)
+            _explain_checkpoint(checkpoint, dtype, policy, numerics, facts, tp, recast_of(recast), as_json)
             return
         if op == "kv":
             keys, values = parse_pair(kv_cache)
@@ -151,7 +154,9 @@ def _diff(before: Path, after: Path, as_json: bool) -> None:
         console().print(Text(str(found)))
 
 
-def _explain_checkpoint(path: str, dtype: str | None, policy: str | None, numerics: str, facts: str | None, tp: int, as_json: bool) -> None:
+def _explain_checkpoint(
+    path: str, dtype: str | None, policy: str | None, numerics: str, facts: str | None, tp: int, recast: dict[str, str], as_json: bool
+) -> None:
     import hal_core
     from hal_core.explain_checkpoint import explain_checkpoint
     from hal_core.policy import current_policy
@@ -160,7 +165,7 @@ def _explain_checkpoint(path: str, dtype: str | None, policy: str | None, numeri
     registry, machine = default_registry(), machine_of(facts)
     found = explain_checkpoint(
         hal_core.open_checkpoint(path), machine, current_policy(policy), registry.kernels(), registry.rows(),
-        dtype=dtype, numerics=numerics, tp=tp, name=path,
+        dtype=dtype, numerics=numerics, tp=tp, name=path, recast=recast,
     )  # fmt: skip
     if as_json:
         print_json(found.to_json())
@@ -230,7 +235,7 @@ def _changes(selection: Selection | None) -> list[str]:
     """What is done to the weights of a spec before the kernel sees them."""
     if selection is None:
         return []
-    lines = [f"  changes: {t.name} (adds at most {t.error_bound:g} relative L2)" for t in selection.transforms]
+    lines = [f"  changes: {transform}" for transform in selection.transforms]
     lines += [f"  padding: {p.dim} {p.asked} to {p.padded}" for p in selection.padding]
     return lines + ([f"  adapters: {', '.join(selection.adapters)}"] if selection.adapters else [])
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hal_core.canonical import QuantizedTensor
     from hal_core.kv.op import KVParams
     from hal_core.schemes import ActivationScheme, WeightScheme
+    from hal_core.selection import Transform
 
 __all__ = ["Checkpoint", "Entry"]
 
@@ -25,7 +26,7 @@ class Entry:
 
     shape: logical shape (``[N, K]`` for a linear). nbytes: bytes it takes in the file, scales and zeros included.
     fused: experts published as one parameter ``[E, K, N]``, of which ``read`` gives the canonical ``[E, N, K]``; where N holds gate
-    and up, even rows are gate and odd rows are up.
+    and up, even rows are gate and odd rows are up. transforms: what ``read`` does to the stored weight that loses information.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Entry:
     nbytes: int
     activations: ActivationScheme | None = None
     fused: bool = False
+    transforms: tuple[Transform, ...] = ()
 
     @property
     def quantized(self) -> bool:

@@ -14,7 +14,7 @@ from hal_core.canonical import QuantizedTensor, stack
 from hal_core.errors import ShapeError
 from hal_core.schemes import Granularity, WeightScheme
 from hal_core.selection import Transform
-from hal_core.transforms import Fnuz, GroupToChannel, Recast, added_error
+from hal_core.transforms import Fnuz, GroupToChannel, Recast, ToFP8, added_error
 
 MANY = settings(max_examples=100, deadline=None)
 
@@ -54,6 +54,34 @@ def test_fnuz_refuses_nan_bytes(byte):
 def test_fnuz_refuses_scales_that_cannot_double(scale):
     with pytest.raises(ShapeError, match="not finite"):
         Fnuz().apply(fp8(Granularity.tensor(), scale))
+
+
+@MANY
+@given(st.integers(0, 2**32), st.sampled_from(["channel", "b128x128", "b16x48"]), st.floats(1e-30, 1e30), st.integers(1, 200))
+def test_to_fp8_stays_within_its_bound(seed, granularity, size, k):
+    draw = torch.Generator().manual_seed(seed)
+    values = torch.randn(37, k, generator=draw) * size * torch.exp(3 * torch.randn(37, 1, generator=draw))
+    values[torch.rand(37, k, generator=draw) < 0.02] *= 1000  # most of a row far below its largest
+    values[5] = 0
+    change = ToFP8(WeightScheme.parse(f"fp8_e4m3:{granularity}"))
+    weight = QuantizedTensor(WeightScheme("fp32"), (37, k), values)
+    changed = change.apply(weight)
+    assert changed.scheme == change.to
+    assert added_error(weight, changed) <= change.error_bound
+    largest = changed.values.float().abs().amax(1) if granularity == "channel" else None
+    assert largest is None or bool(((largest == 448) | (values.abs().amax(1) == 0)).all()), "the whole range is used"
+    assert not bool(changed.rows(5, 6).dequantize().any()) if granularity == "channel" else True
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), 1e-38])
+def test_to_fp8_refuses_rows_without_a_scale(wrong):
+    values = torch.ones(3, 8)
+    values[1] = 0
+    values[1, 2] = wrong
+    with pytest.raises(ShapeError, match="not finite, or too small"):
+        ToFP8(WeightScheme.parse("fp8_e4m3:channel")).apply(QuantizedTensor(WeightScheme("fp32"), (3, 8), values))
+    with pytest.raises(ShapeError, match="it changes float weights"):
+        ToFP8(WeightScheme.parse("fp8_e4m3:channel")).apply(fp8(Granularity.tensor(), torch.ones(1, 1)))
 
 
 @MANY
