@@ -134,7 +134,7 @@ REMEDIES = {
     "routing.form": "Convert the routing before the call to a form that the kernel takes.",
     "shape.multiple": "Pad the dimension, shard by another degree, or use another kernel.",
     "shape.range": "Use another kernel for this size.",
-    "shape.shard": "Use one of the degrees that the fix names. Padding does not help where a scale group lies across two ranks.",
+    "shape.shard": "Use one of the degrees that the fix names. A cut through a scale group makes finer groups, of four elements at least.",
     "shape.rows": "Use a kernel that serves every batch size, or install one that shares the layout and serves the rest.",
     "op.unsupported": "Use another backend for this kind of op; a policy may name one for each.",
     "policy.excluded": "Name the kernel in the policy, or use `auto`.",
@@ -274,7 +274,7 @@ def moe_examples() -> Iterator[Refusal]:
     yield from refusals(loaded_up)
     yield from refusals(replace(spec, gate=None))
     yield from refusals(spec, kernel("moe"), kernel("moe", name="other"), policy="require:moe=toy.example_moe")
-    found = shard("model.layers.0.mlp.down_proj", LinearSpec(4096, 640, INT4), 2)
+    found = shard("model.layers.0.mlp.down_proj", LinearSpec(4096, 650, INT4), 2)
     assert isinstance(found, Refusal)
     yield found
 

@@ -15,6 +15,7 @@ from hal_core.schemes import WeightScheme
 from hal_core.sharding import Heads, Shard, check_degree, legal_degrees, shard
 from hal_core.spec import EmbeddingSpec, KVCacheSpec, LinearSpec, MoESpec
 
+ORDERED, LEVELS = WeightScheme.parse("int4:g32:act_order"), WeightScheme.parse("int4:g32/256:min")
 G128, BLOCK = WeightScheme.parse("int4:g128"), WeightScheme.parse("fp8_e4m3:b128x128")
 HEADS = Heads(32, 4)
 
@@ -51,29 +52,21 @@ def test_the_ordinary_rules(module, spec, degree, expected):
 @pytest.mark.parametrize(
     ("module", "spec", "degree", "asked", "found", "legal"),
     [
-        # Works whole, and no padding saves it when a group lies across two ranks.
         (
             "l.mlp.down_proj",
-            linear(4096, 640),
+            linear(4096, 650),
             2,
-            "l.mlp.down_proj: k=640 in 2 shards",
-            "320 is not a multiple of the scale group 128",
-            "1, 5",
+            "l.mlp.down_proj: k=650 in 2 shards",
+            "parts of 325 cut groups of 128 into groups of 1",
+            "1 ",
         ),
-        ("l.mlp.up_proj", linear(896, 4096, BLOCK), 2, "n=896 in 2", "448 is not a multiple of the scale block 128", "1, 7"),
+        ("l.mlp.up_proj", linear(200, 4096, BLOCK), 4, "n=200 in 4", "parts of 50 cut groups of 128 into groups of 2", "1, 2, 5, 10"),
         ("l.mlp.up_proj", linear(100, 4096), 3, "n=100 in 3", "100 is not a multiple of 3", "1, 2, 4, 5, 10"),
         ("l.self_attn.q_proj", linear(4096, 4096), 3, "n=4096 in 3", "32 heads are not a multiple of 3", "1, 2, 4, 8, 16"),
         ("l.self_attn.o_proj", linear(4096, 4096), 3, "k=4096 in 3", "32 heads", "1, 2, 4, 8, 16"),
         ("l.self_attn.k_proj", linear(512, 4096), 6, "n=512 in 6", "4 key heads neither divide 6", "1, 2, 4, 8, 12, 16"),
-        ("l.mlp.down_proj", linear(4096, 4096, WeightScheme.parse("int4:g128:act_order")), 2, "k=4096 in 2", "g_idx", "1 "),
-        (
-            "l.mlp.down_proj",
-            linear(4096, 2560, WeightScheme.parse("int4:g32/256:min")),
-            4,
-            "k=2560",
-            "640 is not a multiple of the scale superblock 256",
-            "1, 2, 5, 10",
-        ),
+        ("l.mlp.down_proj", linear(64, 96, ORDERED), 16, "k=96 in 16", "parts of 6 cut groups of 32 into groups of 2", "1, 2, 3, 4, 6, 8"),
+        ("l.mlp.down_proj", linear(64, 768, LEVELS), 16, "k=768 in 16", "parts of 48 cut groups of 32", "1, 2, 3, 4, 6, 8, 12"),
     ],
 )
 def test_illegal_degrees_name_dimension_and_group_and_the_legal_ones(module, spec, degree, asked, found, legal):
@@ -85,16 +78,37 @@ def test_illegal_degrees_name_dimension_and_group_and_the_legal_ones(module, spe
     assert f"degrees {legal}" in refusal.fix
 
 
+@pytest.mark.parametrize(
+    ("module", "spec", "degree", "held"),
+    [
+        ("l.mlp.down_proj", linear(4096, 640), 2, "int4:g64"),
+        ("l.mlp.down_proj", linear(4096, 640), 5, "int4:g128"),
+        ("l.mlp.up_proj", linear(896, 4096, BLOCK), 2, "fp8_e4m3:b64x128"),
+        ("l.mlp.down_proj", linear(4096, 4096, WeightScheme.parse("int4:g128:act_order")), 2, "int4:g64:act_order"),
+        ("l.mlp.down_proj", linear(4096, 2560, LEVELS), 4, "int4:g32/128:min"),
+        ("l.mlp.down_proj", linear(4096, 96, WeightScheme.parse("int4:channel")), 2, "int4:channel"),
+    ],
+)
+def test_a_cut_through_a_group_makes_finer_groups_and_says_so(module, spec, degree, held):
+    found = shard(module, spec, degree, HEADS)
+    assert isinstance(found, Shard), found
+    assert str(found.spec.weights) == held
+    assert bool(found.notes) == (found.spec.weights != spec.weights)
+    assert all(f"held as {held} (exact)" in note for note in found.notes)
+
+
 def test_experts_are_cut_at_the_intermediate_size():
     spec = MoESpec(128, 8, 2048, 768, up=G128, down=G128, gate=G128)
     assert sizes(shard("l.mlp.experts", spec, 2)) == (2048, 384)
-    assert legal_degrees("l.mlp.experts", spec, Heads()) == (1, 2, 3, 6)
-    refusal = shard("l.mlp.experts", spec, 4)
-    assert refusal.asked == "l.mlp.experts down: intermediate=768 in 4 shards"
-    assert refusal.found == "192 is not a multiple of the scale group 128"
-    ungated = replace(spec, gate=None, up=BLOCK, down=replace(G128, act_order=True))
-    assert "g_idx" in shard("l.mlp.experts", ungated, 2).found
-    assert "up: intermediate" in shard("l.mlp.experts", replace(ungated, down=G128), 4).asked
+    assert legal_degrees("l.mlp.experts", spec, Heads()) == (1, 2, 3, 4, 6, 8, 12, 16)
+    quarter = shard("l.mlp.experts", spec, 4)
+    assert (str(quarter.spec.up), str(quarter.spec.down)) == ("int4:g128", "int4:g64")
+    assert quarter.notes == ("int4:g128 cut through groups, held as int4:g64 (exact)",)
+    odd = replace(spec, intermediate=6 * 128 + 2, gate=None, down=replace(G128, act_order=True))
+    refusal = shard("l.mlp.experts", replace(odd, down=G128), 2)
+    assert refusal.asked == "l.mlp.experts down: intermediate=770 in 2 shards"
+    assert refusal.found == "parts of 385 cut groups of 128 into groups of 1"
+    assert str(shard("l.mlp.experts", odd, 2).spec.down) == "int4:g55:act_order"
 
 
 def test_tables_are_padded_and_what_has_no_rule_stays_whole():
@@ -120,7 +134,7 @@ def test_degrees_that_are_none(degree):
     st.sampled_from(("q_proj", "k_proj", "o_proj", "down_proj", "up_proj", "gate_up_proj", "other")),
     st.integers(1, 64), st.integers(1, 64), st.sampled_from((32, 64, 128)), st.integers(1, 64),
 )  # fmt: skip
-def test_a_cut_holds_all_and_goes_through_no_group(role, n, k, group, degree):
+def test_a_cut_holds_all_in_whole_groups(role, n, k, group, degree):
     spec = linear(n * 64, k * 64, WeightScheme.parse(f"int4:g{group}"))
     found = shard(f"l.{role}", spec, degree, Heads())
     if isinstance(found, Refusal):
@@ -128,4 +142,5 @@ def test_a_cut_holds_all_and_goes_through_no_group(role, n, k, group, degree):
         return
     part = found.spec
     assert (part.n * degree, part.k) == (spec.n, spec.k) or (part.n, part.k * degree) == (spec.n, spec.k) or part == spec
-    assert part.k == spec.k or part.k % group == 0
+    assert part.k == spec.k or part.k % part.weights.granularity.group == 0
+    assert group % part.weights.granularity.group == 0

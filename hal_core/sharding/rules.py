@@ -1,7 +1,8 @@
 """Tensor parallelism by the ordinary rules: what one rank of a layer asks of its kernel, or why the layer cannot be cut.
 
 Columns (N) of q, k, v, gate and up; rows (K) of o and down; the intermediate size of experts; rows of the embedding and the head. A
-cut may not go through a head, a scale group or a block. Everything else is kept whole on each rank. Nothing is read but the specs.
+cut may not go through a head; one through a scale group or block makes finer groups (:mod:`hal_core.sharding.cuts`). Everything else
+is kept whole on each rank. Nothing is read but the specs.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from hal_core.errors import SettingError
+from hal_core.errors import SettingError, ShapeError
 from hal_core.refusal import Refusal
+from hal_core.sharding.cuts import Cut, cut_scheme
 from hal_core.spec import EmbeddingSpec, LinearSpec, MoESpec
 
 if TYPE_CHECKING:
@@ -111,30 +113,39 @@ def _table(spec: EmbeddingSpec, degree: int) -> Shard:
     return Shard(replace(spec, rows=rows), "rows of the table", notes)
 
 
-def _part(where: str, size: int, degree: int, unit: int, what: str) -> int | _Illegal:
-    """``size / degree``, if it is whole and a multiple of ``unit``."""
-    asked = f"{where}={size} in {degree} shards"
-    if size % degree:
-        return asked, f"{size} is not a multiple of {degree}"
-    part = size // degree
-    return part if part % unit == 0 else (asked, f"{part} is not a multiple of {what} {unit}")
+def _part(where: str, size: int, degree: int) -> int | _Illegal:
+    """``size / degree``, if it is whole."""
+    return (f"{where}={size} in {degree} shards", f"{size} is not a multiple of {degree}") if size % degree else size // degree
 
 
-def _units(scheme: WeightScheme) -> tuple[tuple[int, str], tuple[int, str]]:
-    """What a cut must be a multiple of, along N and along K."""
-    g = scheme.granularity
-    if g.block is not None:
-        return (g.block[0], "the scale block"), (g.block[1], "the scale block")
-    group = g.superblock or g.group or 1
-    return (1, ""), (group, "the scale superblock" if g.superblock else "the scale group")
+def _cut_scheme(where: str, scheme: WeightScheme, rows: tuple[int, int], columns: tuple[int, int]) -> WeightScheme | _Illegal:
+    """How a part is stored; rows and columns are ``(part, whole)``."""
+    cuts = [Cut(0, part, whole, part) for part, whole in (rows, columns)]
+    try:
+        return cut_scheme(where, scheme, *cuts)
+    except ShapeError as error:
+        part, whole = rows if rows[0] < rows[1] else columns
+        return f"{where}={whole} in {whole // part} shards", error.found
+
+
+def _notes(*pairs: tuple[WeightScheme | None, WeightScheme | None]) -> tuple[str, ...]:
+    """What is said of parts whose groups are finer than those of the whole."""
+    return tuple(dict.fromkeys(f"{old} cut through groups, held as {new} (exact)" for old, new in pairs if old != new))
 
 
 def _columns(module: str, spec: LinearSpec, degree: int, heads: int | None) -> Shard | _Illegal:
     if heads is not None and heads % degree:
         return f"{module}: n={spec.n} in {degree} shards", f"{heads} heads are not a multiple of {degree}"
     halves = 2 if module.endswith("gate_up_proj") else 1
-    part = _part(f"{module}: n", spec.n // halves, degree, *_units(spec.weights)[0])
-    return part if isinstance(part, tuple) else Shard(replace(spec, n=part * halves), "columns (n)")
+    part = _part(f"{module}: n", spec.n // halves, degree)
+    return part if isinstance(part, tuple) else _of_columns(module, spec, part, spec.n // halves, halves)
+
+
+def _of_columns(module: str, spec: LinearSpec, part: int, whole: int, halves: int = 1) -> Shard | _Illegal:
+    scheme = _cut_scheme(f"{module}: n", spec.weights, (part, whole), (spec.k, spec.k))
+    if isinstance(scheme, tuple):
+        return scheme
+    return Shard(replace(spec, n=part * halves, weights=scheme), "columns (n)", _notes((spec.weights, scheme)))
 
 
 def _key_columns(module: str, spec: LinearSpec, degree: int, heads: Heads) -> Shard | _Illegal:
@@ -143,31 +154,39 @@ def _key_columns(module: str, spec: LinearSpec, degree: int, heads: Heads) -> Sh
         return _columns(module, spec, degree, None)
     if degree % heads.keys:
         return f"{module}: n={spec.n} in {degree} shards", f"{heads.keys} key heads neither divide {degree} nor are divided by it"
-    part = _part(f"{module}: n", spec.n, heads.keys, *_units(spec.weights)[0])
-    if isinstance(part, tuple):
-        return part
-    return Shard(replace(spec, n=part), "columns (n)", (f"each of {heads.keys} key heads is held by {degree // heads.keys} ranks",))
+    found = _of_columns(module, spec, spec.n // heads.keys, spec.n)
+    if isinstance(found, tuple):
+        return found
+    return replace(found, notes=(f"each of {heads.keys} key heads is held by {degree // heads.keys} ranks", *found.notes))
 
 
 def _rows(module: str, spec: LinearSpec, degree: int, heads: int | None) -> Shard | _Illegal:
     if heads is not None and heads % degree:
         return f"{module}: k={spec.k} in {degree} shards", f"{heads} heads are not a multiple of {degree}"
-    if spec.weights.act_order:
-        return f"{module}: k={spec.k} in {degree} shards", "its activation order (g_idx) spreads each group over all ranks"
-    part = _part(f"{module}: k", spec.k, degree, *_units(spec.weights)[1])
-    return part if isinstance(part, tuple) else Shard(replace(spec, k=part), "rows (k)")
+    part = _part(f"{module}: k", spec.k, degree)
+    if isinstance(part, tuple):
+        return part
+    scheme = _cut_scheme(f"{module}: k", spec.weights, (spec.n, spec.n), (part, spec.k))
+    if isinstance(scheme, tuple):
+        return scheme
+    return Shard(replace(spec, k=part, weights=scheme), "rows (k)", _notes((spec.weights, scheme)))
 
 
 def _experts(module: str, spec: MoESpec, degree: int) -> Shard | _Illegal:
     """Gate and up are cut along N, down along K, all at the intermediate size."""
-    part: int | _Illegal = spec.intermediate
-    for role, scheme, axis in (("gate", spec.gate, 0), ("up", spec.up, 0), ("down", spec.down, 1)):
-        if scheme is None:
-            continue
-        if axis == 1 and scheme.act_order:
-            return f"{module} {role}: intermediate={spec.intermediate} in {degree} shards", "its g_idx spreads each group over all ranks"
-        part = _part(f"{module} {role}: intermediate", spec.intermediate, degree, *_units(scheme)[axis])
-        if isinstance(part, tuple):
-            return part
-    assert isinstance(part, int)
-    return Shard(replace(spec, intermediate=part), "intermediate of each expert")
+    inner, outer = spec.intermediate, (spec.hidden, spec.hidden)
+    part = _part(f"{module}: intermediate", inner, degree)
+    if isinstance(part, tuple):
+        return part
+    schemes: dict[str, WeightScheme | None] = {}
+    for role, scheme in (("gate", spec.gate), ("up", spec.up), ("down", spec.down)):
+        sides = (outer, (part, inner)) if role == "down" else ((part, inner), outer)
+        found = None if scheme is None else _cut_scheme(f"{module} {role}: intermediate", scheme, *sides)
+        if isinstance(found, tuple):
+            return found
+        schemes[role] = found
+    up, down = schemes["up"], schemes["down"]
+    assert up is not None  # every block of experts has these two
+    assert down is not None
+    notes = _notes((spec.gate, schemes["gate"]), (spec.up, up), (spec.down, down))
+    return Shard(replace(spec, intermediate=part, gate=schemes["gate"], up=up, down=down), "intermediate of each expert", notes)

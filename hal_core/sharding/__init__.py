@@ -1,0 +1,18 @@
+"""Tensor and expert parallelism without an engine: what one rank asks of its kernels, and its part of canonical weights."""
+
+from hal_core.sharding.cuts import Cut, cut_scheme, cut_weight, join_rows, rank_cut
+from hal_core.sharding.rules import MOST_SHARDS, Heads, Shard, check_degree, legal_degrees, shard
+
+__all__ = [
+    "MOST_SHARDS",
+    "Cut",
+    "Heads",
+    "Shard",
+    "check_degree",
+    "cut_scheme",
+    "cut_weight",
+    "join_rows",
+    "legal_degrees",
+    "rank_cut",
+    "shard",
+]
