@@ -16,7 +16,7 @@ from hal_core.errors import ContractError, MissingDependencyError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["Bound", "Call", "bind", "find", "resolve"]
+__all__ = ["Bound", "Call", "bind", "find", "resolve", "schema_signature"]
 
 _FIX = "install a version that this backend was made for"
 
@@ -82,7 +82,22 @@ def bind(call: Call, target: Callable[..., Any] | None = None) -> Bound:
         ContractError: a keyword that is not optional is unknown, or a parameter without a default is not given.
     """
     function = find(call.function) if target is None else target
-    return Bound(function, resolve(call, inspect.signature(_named(call, function))))
+    return Bound(function, resolve(call, _signature(_named(call, function))))
+
+
+def schema_signature(schema: Any) -> inspect.Signature:
+    """The signature that a torch op's schema writes (``torch.FunctionSchema``)."""
+    parameters = []
+    for argument in schema.arguments:
+        kind = inspect.Parameter.KEYWORD_ONLY if argument.kwarg_only else inspect.Parameter.POSITIONAL_OR_KEYWORD
+        default = argument.default_value if argument.has_default_value() else inspect.Parameter.empty
+        parameters.append(inspect.Parameter(argument.name, kind, default=default))
+    return inspect.Signature(parameters)
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    schema = getattr(getattr(function, "default", None), "_schema", None)
+    return inspect.signature(function) if schema is None else schema_signature(schema)
 
 
 def resolve(call: Call, signature: inspect.Signature, fix: str = _FIX) -> frozenset[str]:
