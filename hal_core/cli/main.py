@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hal_core import settings
-from hal_core.cli import bench, dequantize, explain, facts, inspect, logits, perplexity, probe, run, verify
+from hal_core.cli import bench, dequantize, explain, facts, inspect, logits, matrix, perplexity, probe, run, verify
 from hal_core.errors import HalError, HalWarning, NoKernelError
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def _root(
     """Every command takes --json for machine-readable output, and --debug for a traceback on errors."""
 
 
-for _module in (probe, facts, inspect, explain, dequantize, logits, perplexity, run, verify, bench):
+for _module in (probe, facts, inspect, explain, dequantize, logits, perplexity, run, verify, matrix, bench):
     _module.register(app)
 
 

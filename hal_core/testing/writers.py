@@ -35,6 +35,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "seed": report.seed,
         "profile": "full" if report.full else "quick",
         "good": report.good,
+        "machine": report.plans[0].machine.to_json() if report.plans else None,
         "counts": {status.value: report.count(status) for status in Status},
         "stale": list(report.stale),
         "broken": list(report.broken),
