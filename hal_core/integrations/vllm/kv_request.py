@@ -1,0 +1,43 @@
+"""What the configuration of an engine, and the checkpoint that it serves, say of our KV pages."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+from hal_core.api import open_checkpoint
+from hal_core.integrations.vllm.kv import CacheRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from vllm.config import VllmConfig
+
+    from hal_core.kv.op import KVParams
+
+__all__ = ["cache_params", "cache_request"]
+
+
+def cache_request(config: VllmConfig) -> CacheRequest | None:
+    """The scheme that is asked for, or None for vLLM's own cache.
+
+    Raises:
+        SettingError, ValueDecodeError, PolicyError: not a setting that can be served.
+    """
+    hal = config.additional_config.get("hal") or {}
+    scheme = hal.get("kv_cache")
+    return None if scheme is None else CacheRequest.parse(scheme, hal.get("policy"))
+
+
+def cache_params(config: VllmConfig) -> Mapping[int, KVParams]:
+    """The checkpoint's static scales by layer; empty where it has none.
+
+    Raises:
+        FormatError: scales that no cache can use.
+    """
+    return _checkpoint_params(config.model_config.model)
+
+
+@functools.lru_cache(maxsize=1)
+def _checkpoint_params(model: str) -> Mapping[int, KVParams]:
+    return open_checkpoint(model).kv_params()
