@@ -82,11 +82,15 @@ def test_a_sharded_checkpoint_asks_for_what_one_rank_holds(checkpoint):
     )
     assert found["model.layers.*.self_attn.o_proj"].selection.spec.k == 32
     experts = found["model.layers.*.mlp.experts"]
+    asked = experts.explanation.spec
+    assert (asked.intermediate, str(asked.down), experts.count) == (48, "int4:g16", 2)
+    assert experts.notes == ("int4:g32 cut through groups, held as int4:g16 (exact)",)
+    experts = by_layer(explain(checkpoint, tp=16))["model.layers.*.mlp.experts"]
     assert (experts.explanation, experts.count, experts.shard) == (None, 2, "refused")
     (refusal,) = experts.refusals
-    assert "model.layers.*.mlp.experts down: intermediate=96 in 2 shards" in refusal.asked
-    assert refusal.found == "48 is not a multiple of the scale group 32"
-    assert not explain(checkpoint, tp=2).served
+    assert "model.layers.*.mlp.experts down: intermediate=96 in 16 shards" in refusal.asked
+    assert refusal.found == "parts of 6 cut groups of 32 into groups of 2"
+    assert not explain(checkpoint, tp=16).served
     assert by_layer(explain(checkpoint, tp=3))["model.layers.*.mlp.experts"].selection.spec.intermediate == 32
 
 
@@ -140,7 +144,7 @@ def test_layers_that_change_alike_are_one_part(checkpoint):
 
 
 def test_shards_and_refusals_and_missing_layers_are_changes(checkpoint):
-    before, after = explain(checkpoint), explain(checkpoint, tp=2)
+    before, after = explain(checkpoint), explain(checkpoint, tp=16)
     parts = {part.layers: part for part in diff_explanations(before, after).parts}
     changes = {change.field: change.after for change in parts["model.layers.*.mlp.experts",].changes}
     assert changes["shard"] == "refused"
@@ -176,8 +180,11 @@ def test_facts_policy_numerics_and_degree_of_the_command(hal):
     assert "i7-10510U" in data["machine"]
     code, out, _ = hal("explain", goldens.folder(MOE_CKPT), "--tp", "2", "--policy", "require:reference")
     assert code == 0
-    for shown in ("each of 2 ranks", "columns (n)", "rows (k)", "cannot be cut: 48 is not a multiple of the scale group 32", "shape.shard",
-                  "use one of the degrees 1, 3", "in the files"):  # fmt: skip
+    for shown in ("each of 2 ranks", "columns (n)", "rows (k)", "int4:g32 cut through groups, held as int4:g16 (exact)", "in the files"):
+        assert shown in out
+    code, out, _ = hal("explain", goldens.folder(MOE_CKPT), "--tp", "16", "--policy", "require:reference")
+    assert code == 0
+    for shown in ("cannot be cut: parts of 6 cut groups of 32 into groups of 2", "shape.shard", "use one of the degrees 1, 2, 3, 4, 6, 8"):
         assert shown in out
     code, out, _ = hal("explain", "--op", "linear", "--facts", "h200", "--scheme", "int3:g128")
     assert code == 0
