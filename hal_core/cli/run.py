@@ -184,15 +184,18 @@ def packed_cache(model: Any, scheme: str, policy: str | None) -> Any:
 def generate(
     model: Any, tokenizer: Any, ids: Any, count: int, temperature: float, top_p: float, quiet: bool, cache: Any = None
 ) -> dict[str, Any]:
-    """Generate through transformers' own ``generate``, with its own key/value cache or the one given, and time its phases."""
+    """Generate through transformers' own ``generate``, with its key/value cache (appended in place) or the one given; time its phases."""
     import torch
+
+    from hal_core.integrations.transformers_growing import cache_argument, growing_cache
 
     watch = Stopwatch(tokenizer, quiet)
     sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature > 0 else {"do_sample": False}
     if temperature == 0:
         # a checkpoint's sampling settings would only draw warnings from greedy search
         model.generation_config.temperature = model.generation_config.top_p = model.generation_config.top_k = None
-    options = {} if cache is None else {cache.argument(model): cache}
+    cache = growing_cache(model) if cache is None else cache
+    options = {} if cache is None else {cache_argument(model): cache}
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     ids = ids.to(model.device)
     with torch.inference_mode():

@@ -7,13 +7,13 @@ take no room. A prompt attends to its own quantized keys too, so that what is me
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from transformers.cache_utils import Cache
 
 from hal_core.errors import SettingError, ShapeError
+from hal_core.integrations.transformers_growing import cache_argument
 from hal_core.integrations.transformers_kv_attention import NAME, is_supported, register
 from hal_core.integrations.transformers_kv_conditioning import is_useful
 from hal_core.integrations.transformers_kv_layer import KVCacheLayer, LayerPlan
@@ -120,7 +120,7 @@ class KVCache(Cache):
     @staticmethod
     def argument(model: Any) -> str:
         """The name under which this version of transformers takes a cache, in ``forward`` and in ``generate``."""
-        return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+        return cache_argument(model)
 
     def kernels(self) -> dict[str, int]:
         """Number of layers by the name of the kernel that serves them; empty before the first forward."""
