@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hal_core.testing.case import Case
     from hal_core.testing.subject import Subject
 
-__all__ = ["Bench", "device_refusals", "torch_device"]
+__all__ = ["Bench", "device_refusals", "of_machine", "torch_device"]
 
 _TORCH_NAMES = {"any": "cpu", "cpu": "cpu", "cuda": "cuda", "rocm": "cuda", "xpu": "xpu"}
 
@@ -27,9 +27,14 @@ def torch_device(kernel: Kernel[Any]) -> torch.device:
     return torch.device("cpu" if "cpu" in names else names[0])
 
 
+def of_machine(reason: Refusal) -> bool:
+    """Whether a reason lies in the machine: a device, or a library that is not installed; nothing runs there, and nothing is wrong."""
+    return reason.code.startswith("device.") or reason.code == "backend.package"
+
+
 def device_refusals(kernel: Kernel[Any], spec: Any, machine: Machine) -> tuple[Refusal, ...]:
     """The reasons that lie in the machine and not in the spec."""
-    return tuple(reason for reason in kernel.refusals(spec, machine) if reason.code.startswith("device."))
+    return tuple(reason for reason in kernel.refusals(spec, machine) if of_machine(reason))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hal_core.errors import ValueDecodeError
 from hal_core.kernel import EmbeddingKernel, KVKernel, LinearKernel, MoEKernel
 from hal_core.spec import Activation, EmbeddingSpec, LinearSpec, MoESpec
-from hal_core.testing.bench import device_refusals
+from hal_core.testing.bench import device_refusals, of_machine
 from hal_core.testing.case import CHECKS, Case
 from hal_core.testing.checks.caches import CACHE_FUNCTIONS
 from hal_core.testing.checks.experts import ROUTINGS, STRAY_IDS
@@ -40,7 +40,7 @@ class Plan:
     def _takes(self, spec: Any) -> bool:
         """Whether nothing but the machine stands against it; a kernel that raises is told by its ``declaration``."""
         try:
-            return not [reason for reason in self.kernel.refusals(spec, self.machine) if not reason.code.startswith("device.")]
+            return not [reason for reason in self.kernel.refusals(spec, self.machine) if not of_machine(reason)]
         except Exception:  # noqa: BLE001 - a kernel may raise anything
             return False
 

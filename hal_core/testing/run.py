@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hal_core.kernel import KVKernel
-from hal_core.testing.bench import Bench
+from hal_core.testing.bench import Bench, of_machine
 from hal_core.testing.case import Case, CheckFailedError, Result, Status, Verdict
 from hal_core.testing.checks import FUNCTIONS
 from hal_core.testing.checks.caches import CACHE_FUNCTIONS
@@ -67,7 +67,7 @@ def _verdict(plan: Plan, case: Case, seed: int) -> Verdict:
 
 def _not_run(bench: Bench) -> Verdict | None:
     found = reasons(bench.kernel, bench.case.spec, bench.machine)
-    missing = [reason for reason in found if reason.code.startswith("device.")]
+    missing = [reason for reason in found if of_machine(reason)]
     if missing:
         return Verdict(status=Status.SKIPPED, reason=str(missing[0]))
     return Verdict(status=Status.REFUSED, reason="; ".join(map(str, found))) if found else None
