@@ -49,7 +49,8 @@ def test_cropped_copied_and_reset_caches_hold_their_own_tokens():
         cache.crop(-10)
         held = cache.layers[0].keys
         model(ids[:, :10], cache=cache)  # overwrites what was cropped, in this cache alone
-        assert held.shape[-2] == 20 and cache.get_seq_length() == 30
+        assert held.shape[-2] == 20
+        assert cache.get_seq_length() == 30
         torch.testing.assert_close(model(ids[:, 30:], cache=twin).logits, whole[:, 30:], rtol=1e-4, atol=1e-4)
         twin.reset()
         torch.testing.assert_close(model(ids, cache=twin).logits, whole, rtol=1e-4, atol=1e-4)
