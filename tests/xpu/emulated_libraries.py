@@ -164,6 +164,29 @@ def per_group(input, output_q, output_s, group_size, eps, fp8_min, fp8_max, scal
     output_q.copy_((groups / output_s[..., None]).clamp(fp8_min, fp8_max).view_as(input).to(E4M3))
 
 
+def scaled_mm(
+    mat_a, mat_b, scale_a, scale_recipe_a, scale_b, scale_recipe_b, swizzle_a=None, swizzle_b=None, bias=None,
+    output_dtype=torch.bfloat16, contraction_dim=(), use_fast_accum=False,
+):  # fmt: skip
+    """torch's recipes on an XPU: row-major scales, of which the last block may be smaller."""
+    (m, k), n = mat_a.shape, mat_b.shape[1]
+    assert mat_a.is_contiguous()
+    assert mat_b.t().is_contiguous()
+    recipes, kinds = (scale_recipe_a, scale_recipe_b), torch.nn.functional.ScalingType
+    assert (scale_a.dtype, scale_b.dtype) == (torch.float32, torch.float32)
+    assert scale_b.is_contiguous()
+    if recipes == (kinds.RowWise, kinds.RowWise):
+        assert (scale_a.shape, scale_b.shape) == ((m, 1), (1, n))
+        left, right = scale_a.double(), scale_b.double()
+    else:
+        assert recipes == (kinds.BlockWise1x128, kinds.BlockWise128x128)
+        assert (scale_a.shape, scale_b.shape) == ((m, -(-k // 128)), (-(-k // 128), -(-n // 128)))
+        left = scale_a.double().repeat_interleave(128, 1)[:, :k]
+        right = scale_b.double().repeat_interleave(128, 0)[:k].repeat_interleave(128, 1)[:, :n]
+    y = (mat_a.double() * left) @ (mat_b.double() * right)
+    return (y if bias is None else y + bias.double()).to(output_dtype)
+
+
 _OPS = {
     "torch.ops._xpu_C.int4_gemm_w4a16": int4_gemm_w4a16, "torch.ops._xpu_C.fp8_gemm_w8a16": fp8_gemm_w8a16,
     "torch.ops._xpu_C.fp8_gemm": fp8_gemm, "torch.ops._C.dynamic_per_token_scaled_fp8_quant": per_token,
@@ -188,6 +211,7 @@ def libraries(monkeypatch):
     parts = {name: types.ModuleType(name) for name in ("vllm_xpu_kernels", *(f"vllm_xpu_kernels.{n}" for n in ("_C", "_moe_C", "_xpu_C")))}
     for name, module in {**parts, "vllm_xpu_kernels.fused_moe_interface": fused, "auto_round_kernel": ark}.items():
         monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", scaled_mm)
     yield
     for library in kept:
         library._destroy()

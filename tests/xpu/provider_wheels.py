@@ -7,7 +7,7 @@ import inspect
 import torch
 from published import Published
 
-from hal_core.calls import schema_signature
+from hal_core.calls import find, schema_signature
 
 VLLM = Published(
     "xpu-wheels", "vllm_xpu_kernels-0.1.16.2-*.whl", "vllm-xpu-kernels 0.1.16.2 is not in build/xpu-wheels: `make test-xpu` downloads it"
@@ -27,4 +27,6 @@ def signature(path: str) -> inspect.Signature:
     """What the published function at ``path`` takes."""
     if path.startswith("torch.ops."):
         return schema_signature(torch._C.parse_schema(schema(path)))
+    if path.startswith("torch."):
+        return inspect.signature(find(path))
     return (ARK if path.startswith("auto_round_kernel") else VLLM).signature(path)

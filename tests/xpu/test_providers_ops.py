@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from emulated_libraries import libraries
 from hal_backend_xpu.providers.entries import LINEARS, MOES
 from hal_backend_xpu.providers.kernels import KERNELS
-from hal_backend_xpu.providers.ops import ArkExperts, ArkLinear, VllmExperts, VllmLinear
+from hal_backend_xpu.providers.ops import ArkExperts, ArkLinear, TorchLinear, VllmExperts, VllmLinear
 
 from hal_core.check import check
 from hal_core.contract import kernel_problems
@@ -16,12 +18,14 @@ from hal_core.errors import ContractError, ShapeError, UnfitWeightsError
 from hal_core.kernel import LinearWeights, MoEWeights
 from hal_core.machine import Device, Machine, Version
 from hal_core.ops import Routed
-from hal_core.schemes import WeightScheme
+from hal_core.reference.inputs import input_quantizer
+from hal_core.schemes import ActivationScheme, Granularity, WeightScheme
 from hal_core.spec import Activation, LinearSpec, MoESpec
 from hal_core.testing import truth
 from hal_core.testing.data import random_input, random_weight
 
 __all__ = ["libraries"]
+BLOCK = next(entry for entry in LINEARS if entry.name == "torch_scaled_block")
 CPU, E, TOP_K, H, INNER, TOKENS = torch.device("cpu"), 5, 3, 256, 128, 11
 
 
@@ -55,7 +59,8 @@ def experts_op(entry, spec, weights):
 
 
 def linear_op(entry, spec, weights):
-    return (ArkLinear if entry.name.startswith("ark") else VllmLinear)(spec, weights, entry, CPU, "bmg")
+    kinds = {"ark": ArkLinear, "torch": TorchLinear, "vllm": VllmLinear}
+    return kinds[entry.name.partition("_")[0]](spec, weights, entry, CPU, "bmg")
 
 
 def problem(entry, text, dtype, **changes):
@@ -111,6 +116,27 @@ def test_linears_mean_what_they_say(libraries, entry, scheme, dtype):
     assert torch.equal(op.apply(x), linear_op(entry, spec, other).apply(x))
 
 
+def test_the_last_group_of_scaled_mm_may_be_smaller(libraries):
+    """Rows of 208 columns have a second group of 80; weights of 144 rows a second block of 16."""
+    spec, generator = LinearSpec(144, 208, WeightScheme.parse("fp8_e4m3:b128x128"), numerics=BLOCK.numerics), rng()
+    weights = LinearWeights(random_weight(spec.weights, (144, 208), generator))
+    x = torch.randn(5, 208, generator=generator).to(torch.bfloat16)
+    x[:, 128:] *= 100  # a scale of the whole row would round the first group away
+    x[3] = 0
+    found = linear_op(BLOCK, spec, weights).apply(x)
+    quantizer = input_quantizer(replace(spec, activations=ActivationScheme("fp8_e4m3", Granularity.groups(128))))
+    assert distance(found, truth.linear(weights, quantizer(x.float()))) < 4e-3
+    assert not found[3].any()
+
+
+def test_a_nan_stays_in_its_row(libraries):
+    spec = LinearSpec(128, 256, WeightScheme.parse("fp8_e4m3:b128x128"), numerics=BLOCK.numerics)
+    x = torch.ones(3, 256, dtype=torch.bfloat16)
+    x[1, 7] = float("nan")
+    found = linear_op(BLOCK, spec, LinearWeights(random_weight(spec.weights, (128, 256), rng()))).apply(x)
+    assert [bool(row.isnan().any()) for row in found] == [False, True, False]
+
+
 def test_a_function_that_writes_another_dtype_is_found_out(libraries, monkeypatch):
     spec = LinearSpec(128, 256, WeightScheme.parse("fp8_e4m3:channel"))
     op = linear_op(LINEARS[1], spec, LinearWeights(random_weight(spec.weights, (128, 256), rng())))
@@ -156,7 +182,7 @@ BY_NAME = {kernel.name: kernel for kernel in KERNELS}
 @pytest.mark.parametrize("kernel", KERNELS, ids=named)
 def test_every_kernel_keeps_the_contract(kernel):
     assert kernel_problems(kernel, ("linear", "moe")) == ()
-    assert kernel.provider in ("vllm-xpu-kernels", "auto-round-lib")
+    assert kernel.provider in ("vllm-xpu-kernels", "auto-round-lib", "torch")
 
 
 def codes(name, spec, where):

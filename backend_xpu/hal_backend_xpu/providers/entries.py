@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hal_backend_xpu.providers.libraries import ARK, VLLM, Library
-
+from hal_backend_xpu.providers.libraries import ARK, TORCH, VLLM, Library
 from hal_core.calls import Call
 from hal_core.kernel import SchemeSet
 from hal_core.numerics import ActivationQuant, Numerics
@@ -143,6 +142,19 @@ def _vllm_fp8(name: str, kinds: tuple[GranularityKind, ...], multiple: int, quan
     return Entry(f"vllm_{name}", VLLM, calls, _set("fp8_e4m3", kinds), _HALVES, conditions, quant=quant, bias=True)
 
 
+_SCALED_MM = Call(
+    "torch.nn.functional.scaled_mm",
+    ("mat_a", "mat_b", "scale_a", "scale_recipe_a", "scale_b", "scale_recipe_b", "bias", "output_dtype"),
+)
+_SIXTEEN = "aten/src/ATen/native/mkldnn/xpu/ScaledBlas.cpp: sizes must be divisible by 16"
+
+
+def _torch_scaled(name: str, kind: GranularityKind, quant: ActivationQuant) -> Entry:
+    conditions = (Condition("n", 16, _SIXTEEN), Condition("k", 16, _SIXTEEN))
+    calls = (("product", _SCALED_MM),)
+    return Entry(f"torch_scaled_{name}", TORCH, calls, _set("fp8_e4m3", (kind,)), _HALVES, conditions, quant=quant, bias=True)
+
+
 def _ark_linear(name: str, schemes: SchemeSet) -> Entry:
     conditions = (Condition("n", 32, _WORDS), Condition("k", 32, _WORDS))
     calls = (("product", _ARK_WOQ), ("repack", _ARK_REPACK))
@@ -159,6 +171,8 @@ LINEARS = (
     _vllm_fp8("fp8_w8a16_block", (_BLOCK,), 128, None),
     _vllm_fp8("fp8_w8a8", (_CHANNEL,), 16, ActivationQuant("fp8_e4m3", "token")),
     _vllm_fp8("fp8_w8a8_block", (_BLOCK,), 128, ActivationQuant("fp8_e4m3", "g128")),
+    _torch_scaled("channel", _CHANNEL, ActivationQuant("fp8_e4m3", "token")),
+    _torch_scaled("block", _BLOCK, ActivationQuant("fp8_e4m3", "g128")),
     # qlinear.py QuantLinear.post_init: asymmetric quantization is only supported on CPU devices.
     _ark_linear("int4", _set("int4", (_CHANNEL, _GROUP), group=32)),
     _ark_linear("int8", _set("int8", (_CHANNEL, _GROUP), group=32)),

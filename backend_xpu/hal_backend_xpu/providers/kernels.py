@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hal_backend_xpu.providers.entries import LINEARS, MOES, Entry, entry_refusals
-
+from hal_backend_xpu.providers.libraries import ARK, TORCH
 from hal_core.kernel import LinearEpilogue, LinearKernel, MoEEpilogue, MoEKernel
 from hal_core.packages import package_refusals
 from hal_core.selection import Transform
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["KERNELS", "LinearProvided", "MoEProvided"]
 
-#: Above this backend's own kernels, whose tiles nobody has tuned on a GPU.
-_PRIORITY = 250
+#: Above this backend's own kernels, whose tiles nobody has tuned on a GPU; torch, which is always there, below them.
+_PRIORITY, _TORCH_PRIORITY = 250, 150
 _ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 
 
@@ -36,9 +36,9 @@ def _refusals(entry: Entry, spec: LinearSpec | MoESpec, machine: Machine) -> tup
 
 
 def _recast(entry: Entry, schemes: tuple[WeightScheme, ...], dtype: str) -> tuple[Transform, ...]:
-    """Scales are rounded to the model's dtype, but for E8M0 and the float32 of vllm-xpu-kernels' fp8."""
-    vllm = entry.name.startswith("vllm")
-    rounded = any(s.quantized and not (vllm and s.dtype in ("fp8_e4m3", "mxfp4")) for s in schemes)
+    """Scales are rounded to the model's dtype, but for E8M0 and the float32 of fp8 outside auto-round-lib."""
+    wide = () if entry.library is ARK else ("fp8_e4m3", "mxfp4")
+    rounded = any(s.quantized and s.dtype not in wide for s in schemes)
     return (Transform(f"recast_scales:{dtype}", _ROUNDING[dtype]),) if rounded else ()
 
 
@@ -91,13 +91,13 @@ class LinearProvided(LinearKernel):
     architectures = ()
     limits = ()
     m_range = (1, None)
-    priority = _PRIORITY
 
     def __init__(self, entry: Entry) -> None:
         self._entry = entry
         self.name, self.layout, self.provider = f"linear_{entry.name}", entry.name, entry.library.distribution
         self.schemes, self.numerics, self.dtypes, self.out_dtypes = entry.schemes, entry.numerics, entry.dtypes, entry.dtypes
         self.error_bound = 6e-3 if entry.quant is None else 1e-1
+        self.priority = _TORCH_PRIORITY if entry.library is TORCH else _PRIORITY
         self.epilogue = LinearEpilogue(bias=entry.bias, lora=False)
 
     def refusals(self, spec: LinearSpec, machine: Machine) -> tuple[Refusal, ...]:
@@ -107,10 +107,10 @@ class LinearProvided(LinearKernel):
         return _recast(self._entry, (spec.weights,), spec.dtype)
 
     def prepare(self, spec: LinearSpec, weights: LinearWeights) -> nn.Module:
-        from hal_backend_xpu.providers.ops import ArkLinear, VllmLinear
+        from hal_backend_xpu.providers.ops import ArkLinear, TorchLinear, VllmLinear
 
-        kind = ArkLinear if self._entry.name.startswith("ark") else VllmLinear
-        return kind(spec, weights, self._entry, target=_current_target())
+        kinds = {"ark": ArkLinear, "torch": TorchLinear, "vllm": VllmLinear}
+        return kinds[self._entry.name.partition("_")[0]](spec, weights, self._entry, target=_current_target())
 
 
 KERNELS = (*(MoEProvided(entry) for entry in MOES), *(LinearProvided(entry) for entry in LINEARS))

@@ -12,7 +12,7 @@ from hal_core.errors import MissingDependencyError
 if TYPE_CHECKING:
     from hal_core.calls import Bound, Call
 
-__all__ = ["ARK", "VLLM", "Library", "bound"]
+__all__ = ["ARK", "TORCH", "VLLM", "Library", "bound"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ VLLM = Library(
 )
 #: Signatures are those of 0.16.0.
 ARK = Library("auto-round-lib", ">=0.16,<0.17", "pip install 'hal-backend-xpu[ark]'", ("auto_round_kernel",))
+#: torch itself, where it has the product with scales as recipes.
+TORCH = Library("torch", ">=2.10", "install a torch with XPU support, 2.10 or later", ())
 
 
 def bound(library: Library, call: Call) -> Bound:

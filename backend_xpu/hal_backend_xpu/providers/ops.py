@@ -6,11 +6,11 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
+
 from hal_backend_xpu.providers.entries import Entry, entry_refusals
 from hal_backend_xpu.providers.libraries import bound
 from hal_backend_xpu.providers.routing import by_expert, flag_wrong_ids, whole_slots
-from hal_backend_xpu.providers.weights import ark_blob, ark_experts, vllm_dense, vllm_experts
-
+from hal_backend_xpu.providers.weights import ark_blob, ark_experts, torch_scaled, vllm_dense, vllm_experts
 from hal_core.calls import Bound, bind
 from hal_core.dtypes import torch_dtype
 from hal_core.errors import ContractError, ShapeError, UnfitWeightsError
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hal_core.kernel import LinearWeights, MoEWeights
     from hal_core.spec import LinearSpec, MoESpec
 
-__all__ = ["ArkExperts", "ArkLinear", "VllmExperts", "VllmLinear", "place"]
+__all__ = ["ArkExperts", "ArkLinear", "TorchLinear", "VllmExperts", "VllmLinear", "place"]
 
 _FP8 = torch.finfo(torch.float8_e4m3fn)
 
@@ -234,6 +234,34 @@ class VllmLinear(_Linear):
             "scale_ue8m0": False, "dummy_is_scale_transposed": False, "dummy_is_tma_aligned": False,
         })  # fmt: skip
         return codes, scales
+
+
+class TorchLinear(_Linear):
+    """torch's ``scaled_mm``: the scales of weights and activations are told by recipes."""
+
+    def packed(self, weights: LinearWeights) -> dict[str, Tensor]:
+        return torch_scaled(weights.weight)
+
+    def product(self, rows: Tensor) -> Tensor:
+        kinds = torch.nn.functional.ScalingType
+        blocks = self.spec.weights.granularity.block is not None
+        codes, scales = _quantized(rows, 128 if blocks else rows.shape[1])
+        recipes = (kinds.BlockWise1x128, kinds.BlockWise128x128) if blocks else (kinds.RowWise, kinds.RowWise)
+        return self.bounds["product"]({  # type: ignore[no-any-return]
+            "mat_a": codes, "mat_b": self.get_buffer("weight").t(), "scale_a": scales, "scale_recipe_a": recipes[0],
+            "scale_b": self.get_buffer("scale"), "scale_recipe_b": recipes[1], "bias": self._buffers.get("bias"),
+            "output_dtype": self.dtype,
+        })  # fmt: skip
+
+
+def _quantized(rows: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """e4m3 codes and float32 scales ``[M, ceil(K/group)]``; the last group of a row may be smaller."""
+    m, k = rows.shape
+    groups = torch.nn.functional.pad(rows.float(), (0, -k % group)).view(m, -1, group)
+    largest = groups.abs().amax(-1)
+    scales = torch.where(largest == 0, 1.0, largest / _FP8.max)  # NaN stays, in its own row
+    codes = (groups / scales[..., None]).clamp(_FP8.min, _FP8.max).to(torch.float8_e4m3fn)
+    return codes.view(m, -1)[:, :k].contiguous(), scales
 
 
 class ArkLinear(_Linear):

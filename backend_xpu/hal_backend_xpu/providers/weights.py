@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from hal_core.canonical import QuantizedTensor
 
-__all__ = ["OFFSET", "ark_blob", "ark_experts", "vllm_dense", "vllm_experts"]
+__all__ = ["OFFSET", "ark_blob", "ark_experts", "torch_scaled", "vllm_dense", "vllm_experts"]
 
 #: Turned over, two's complement nibbles are codes with a zero point of 8.
 OFFSET = 0x88
@@ -73,6 +73,14 @@ def vllm_dense(weight: QuantizedTensor, dtype: str, column: bool) -> dict[str, T
         zero = recast(pack_nibbles(weight.zeros.t()).contiguous(), torch.int32)
     scales = _rounded([weight], dtype, "vllm-xpu-kernels").t().contiguous()
     return {"weight": recast(codes, torch.int32), "scale": scales, "zero": zero}
+
+
+def torch_scaled(weight: QuantizedTensor) -> dict[str, Tensor]:
+    """Tensors of ``scaled_mm``: ``[N, K]``, which is passed turned over, and float32 scales ``[1, N]``, or of blocks ``[K/128, N/128]``.
+
+    A last block that is smaller has its own scale.
+    """
+    return {"weight": weight.values, "scale": _floats([weight]).t().contiguous()}
 
 
 def ark_experts(weights: list[QuantizedTensor], dtype: str) -> dict[str, Tensor]:
