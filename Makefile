@@ -60,9 +60,10 @@ test-rocm: $(CUDA_VENV)/installed $(CUDA_VENV)/rocm $(CUDA_VENV)/aiter  ## the R
 	TRITON_DEFAULT_FP_FUSION=1 $(CUDA_VENV)/bin/pytest -m "not slow" tests/rocm $(PYTEST_ARGS)
 	TRITON_DEFAULT_FP_FUSION=1 TRITON_INTERPRET=1 $(CUDA_VENV)/bin/pytest -m "not slow" tests/rocm/test_conformance_interpreted.py tests/rocm/test_fnuz.py tests/rocm/test_aiter_ops.py $(PYTEST_ARGS)
 
-lint: $(STAMPS)/dev  ## ruff over the whole repository, mypy --strict over hal_core
+lint: $(STAMPS)/dev  ## ruff over the whole repository, mypy --strict over hal_core, actionlint over the workflows
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/actionlint .github/workflows/*.yml
 
 bench: $(STAMPS)/installed  ## the speed and memory measurements of benchmarks/
 	set -e; for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(BIN)/python "$$script" $(BENCH_ARGS); done
