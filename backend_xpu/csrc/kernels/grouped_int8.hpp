@@ -1,0 +1,108 @@
+// Grouped product of int8 rows with int8 weights of one scale a column: int32 sums over the whole of K, then both scales.
+#pragma once
+#include "grouped.hpp"
+
+namespace hal {
+
+/// One matrix of every expert: words [E, K/4, N], scales [E, N].
+struct Int8Matrix {
+  const uint32_t *words;
+  const float *scales;
+};
+
+/// RM x RN tiles of one sub-group. Rows beyond `rows` are read, so that A has room for RM * TM more than there are, and not stored.
+template <int RM, int RN, bool GATED>
+inline void int8_tile(sycl::sub_group group, const Tiles &tile, const signed char *a, const float *a_scales, Int8Matrix gate, Int8Matrix up,
+                      int n, int k, const Epilogue &to, uint32_t *local) {
+  using E = Engine<signed char>;
+  typename E::C sums[RM][RN], gates[RM][RN];
+  for (int i = 0; i < RM; ++i)
+    for (int j = 0; j < RN; ++j) {
+      E::zero(group, sums[i][j]);
+      if constexpr (GATED) E::zero(group, gates[i][j]);
+    }
+  const size_t matrix = static_cast<size_t>(tile.expert) * (k / 4) * n;
+  const signed char *rows = a + static_cast<size_t>(tile.row) * k;
+  for (int at = 0; at < k; at += KB) {
+    typename E::A left[RM];
+    for (int i = 0; i < RM; ++i) E::load_a(group, left[i], rows + static_cast<size_t>(i * TM) * k + at, k);
+    for (int j = 0; j < RN; ++j) {
+      const int column = tile.column + j * TN;
+      if (column >= n) continue;
+      const size_t from = matrix + static_cast<size_t>(at / 4) * n + column;
+      typename E::B right;
+      E::load_b(group, right, up.words + from, n);
+      for (int i = 0; i < RM; ++i) E::mad(group, sums[i][j], left[i], right);
+      if constexpr (GATED) {
+        E::load_b(group, right, gate.words + from, n);
+        for (int i = 0; i < RM; ++i) E::mad(group, gates[i][j], left[i], right);
+      }
+    }
+  }
+  for (int j = 0; j < RN; ++j) {
+    const int column = tile.column + j * TN + static_cast<int>(group.get_local_linear_id());
+    if (tile.column + j * TN >= n) continue;
+    const size_t lane = static_cast<size_t>(tile.expert) * n + column;
+    const float scale = up.scales[lane], bias = to.up_bias ? to.up_bias[lane] : 0.0f;
+    const float gate_scale = GATED ? gate.scales[lane] : 0.0f, gate_bias = GATED && to.gate_bias ? to.gate_bias[lane] : 0.0f;
+    for (int i = 0; i < RM; ++i) {
+      float other[TM];
+      if constexpr (GATED) E::each(group, gates[i][j], local, [&](int r, int sum) { other[r] = static_cast<float>(sum) * gate_scale; });
+      E::each(group, sums[i][j], local, [&](int r, int sum) {
+        if (i * TM + r >= tile.rows) return;
+        const int row = tile.row + i * TM + r;
+        const float value = static_cast<float>(sum) * scale * a_scales[row] + bias;
+        const float first = GATED ? other[r] * a_scales[row] + gate_bias : 0.0f;
+        store_float(to.out, to.kind, static_cast<size_t>(row) * n + column, combined(first, value, GATED, to.activation, to.alpha, to.limit));
+      });
+    }
+  }
+}
+
+template <int RM, int RN, bool GATED>
+inline void grouped_int8(const signed char *a, const float *a_scales, const int *offsets, int experts, Int8Matrix gate, Int8Matrix up, int n,
+                         int k, const Epilogue &to, uint32_t *local) {
+  const auto item = this_item();
+  const auto group = item.get_sub_group();
+  const int here = static_cast<int>(group.get_group_linear_id()), each = static_cast<int>(group.get_group_linear_range());
+  const int first = static_cast<int>(item.get_group_linear_id()) * each + here;
+  Tiles tiles(offsets, experts, RM * TM, RN * TN, n, first, static_cast<int>(item.get_group_range(2)) * each);
+  while (tiles.next()) int8_tile<RM, RN, GATED>(group, tiles, a, a_scales, gate, up, n, k, to, local + here * ENGINE_WORDS);
+}
+
+} // namespace hal
+
+/// Sub-groups of a work-group.
+#define HAL_NSG 4
+#define HAL_LOCAL_WORDS (HAL_NSG * (hal::ENGINE_WORDS ? hal::ENGINE_WORDS : 1))
+
+// Gate may be null where GATED is false. offsets: places where the rows of each expert start, and the end.
+#define HAL_GROUPED_INT8(NAME, RM, RN, GATED)                                                                                            \
+  HAL_KERNEL void NAME(const signed char *a, const float *a_scales, const int *offsets, int experts, const uint32_t *gate,               \
+                       const float *gate_scales, const float *gate_bias, const uint32_t *up, const float *up_scales,                     \
+                       const float *up_bias, int n, int k, void *out, int kind, int activation, float alpha, float limit) {              \
+    sycl::ext::oneapi::experimental::work_group_static<uint32_t[HAL_LOCAL_WORDS]> local;                                                 \
+    hal::grouped_int8<RM, RN, GATED>(a, a_scales, offsets, experts, {gate, gate_scales}, {up, up_scales}, n, k,                          \
+                                     {gate_bias, up_bias, out, kind, activation, alpha, limit}, &local[0]);                              \
+  }
+
+// The ladder: more rows of an expert, taller tiles. AMX has eight tile registers, and its tiles are twice as tall.
+#if HAL_TM == 16
+HAL_GROUPED_INT8(grouped_int8_0, 1, 2, false)
+HAL_GROUPED_INT8(grouped_int8_1, 2, 2, false)
+HAL_GROUPED_INT8(grouped_int8_2, 2, 2, false)
+HAL_GROUPED_INT8(grouped_int8_3, 2, 2, false)
+HAL_GROUPED_INT8(gated_int8_0, 1, 1, true)
+HAL_GROUPED_INT8(gated_int8_1, 2, 1, true)
+HAL_GROUPED_INT8(gated_int8_2, 2, 1, true)
+HAL_GROUPED_INT8(gated_int8_3, 2, 1, true)
+#else
+HAL_GROUPED_INT8(grouped_int8_0, 1, 2, false)
+HAL_GROUPED_INT8(grouped_int8_1, 2, 2, false)
+HAL_GROUPED_INT8(grouped_int8_2, 4, 2, false)
+HAL_GROUPED_INT8(grouped_int8_3, 4, 4, false)
+HAL_GROUPED_INT8(gated_int8_0, 1, 1, true)
+HAL_GROUPED_INT8(gated_int8_1, 2, 1, true)
+HAL_GROUPED_INT8(gated_int8_2, 4, 1, true)
+HAL_GROUPED_INT8(gated_int8_3, 4, 2, true)
+#endif

@@ -1,0 +1,30 @@
+"""The object behind the entry point. Importing it loads no native code, so listing kernels is safe on any machine."""
+
+from __future__ import annotations
+
+from importlib.metadata import distribution
+from typing import TYPE_CHECKING, Any
+
+from hal_core.manifest import FILE_NAME, BackendManifest
+
+if TYPE_CHECKING:
+    from hal_core.kernel import Kernel
+    from hal_core.machine import Device, Machine
+
+__all__ = ["XpuBackend", "backend"]
+
+
+class XpuBackend:
+    """Intel GPUs; with HAL_XPU_DEVICE=cpu the host's own processor, for tests."""
+
+    def __init__(self) -> None:
+        self.manifest = BackendManifest.parse(distribution("hal-backend-xpu").read_text(FILE_NAME) or "")
+
+    def devices(self, machine: Machine) -> tuple[Device, ...]:
+        return tuple(device for device in machine.devices if device.kind == "xpu")
+
+    def kernels(self) -> tuple[Kernel[Any], ...]:
+        return ()
+
+
+backend = XpuBackend()
