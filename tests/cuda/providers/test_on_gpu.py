@@ -13,6 +13,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 pytest.importorskip("humming", reason="needs humming-kernels")
 
+import two_tiles
 from hal_backend_cuda.providers.flashinfer.attention import FlashInferKV
 from hal_backend_cuda.providers.fused_steps import TritonSteps
 from hal_backend_cuda.providers.humming import runtime
@@ -37,14 +38,8 @@ RECIPE = next(recipe for recipe in RECIPES if recipe.name == "w4a16")
 
 
 @pytest.fixture(autouse=True)
-def two_tiles(monkeypatch):
-    """A table has dozens of tiles; two serve every test."""
-
-    def table(self, configuration, device):
-        tile = {m: runtime.library().heuristics(configuration, shape_m=m, gemm_type=self.gemm, device=device) for m in (8, 600)}
-        return [(0, 16, tile[8]), (16, 1 << 30, tile[600])]
-
-    monkeypatch.setattr(runtime.Problem, "table", table)
+def only_two_tiles(monkeypatch):
+    monkeypatch.setattr(runtime.Problem, "table", two_tiles.table)
     yield
     check()
 

@@ -1,0 +1,128 @@
+"""One pass of every op with its routes and edges, on small sizes: for a memory checker around this program.
+
+    compute-sanitizer --tool memcheck python tests/cuda/one_pass.py [PART ..]
+
+Parts: integer, floats, fp8, torch, quantizers, humming, flashinfer. Run it once without the checker first: what compiles is kept then.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+
+import torch
+import triton_cases as cases
+import two_tiles
+from hal_backend_cuda.kernels import KERNELS
+from hal_backend_cuda.providers.flashinfer.attention import FlashInferKV
+from hal_backend_cuda.providers.humming import runtime
+from hal_backend_cuda.providers.kernels import KERNELS as PROVIDED
+
+from hal_core.check import check
+from hal_core.errors import ShapeError
+from hal_core.kv.op import KVParams
+from hal_core.kv.scheme import KVScheme
+from hal_core.machine import Machine
+from hal_core.smoke import try_kernel
+from hal_core.spec import KVCacheSpec
+from hal_core.triton import launch
+
+DEVICE = "cuda"
+#: Slots that are not sorted, that one program sorts, and more.
+TOKENS = (2, 40, 400)
+BY_NAME = {kernel.name: kernel for kernel in (*KERNELS, *PROVIDED)}
+
+
+def block(scheme: str, **options) -> None:
+    for tokens in TOKENS:
+        made = cases.Block(scheme, 128, 96, tokens, device=DEVICE, wrong=True, **options)
+        found = made.run()
+        try:
+            check()
+        except ShapeError:
+            made.wrong = False
+        assert not made.wrong, "a wrong id was not told"
+        assert cases.distance(found, made.truth()) < made.bound
+
+
+def linear(scheme: str) -> None:
+    for rows in (1, 17, 70, 700):
+        found, wanted = cases.Linear(scheme, 72, 160, rows, bias=True).run(DEVICE)
+        assert cases.distance(found, wanted) < (cases.FP8_BOUND if scheme.startswith("fp8") else cases.BOUND["bf16"])
+
+
+def integer() -> None:
+    for scheme in ("int4:g32", "int4:g32:zero:act_order", "int4:channel:min", "int8:g64"):
+        linear(scheme)
+    block("int4:g32")
+    block("int8:channel", bias=True, mapped=True, scaling=2.0)
+    block("int4:g32:zero", reduce=False)
+
+
+def floats() -> None:
+    linear("bf16")
+    block("bf16", mapped=True)
+
+
+def fp8() -> None:
+    for scheme in ("fp8_e4m3:b128x128", "fp8_e4m3:channel"):
+        linear(scheme)
+        block(scheme)
+
+
+def tried(*names: str) -> None:
+    """The tiny problem that a probe gives a kernel."""
+    machine = Machine.detect()
+    for name in names:
+        trial = try_kernel(name, BY_NAME[name], machine)
+        print(name, trial, flush=True)
+        assert trial.status == "passed", trial
+
+
+def products() -> None:
+    tried("linear_scaled_mm", "moe_grouped_mm")
+
+
+def quantizers() -> None:
+    for rows, k in itertools.product((1, 33), (64, 1000)):
+        x = torch.randn(rows, k, device=DEVICE).to(torch.bfloat16)
+        launch.quantize_int8(x)
+        launch.quantize_fp8(x, 128)
+        launch.quantize_fp8(x, None)
+
+
+def humming() -> None:
+    runtime.Problem.table = two_tiles.table
+    tried(*(name for name in BY_NAME if "humming" in name))
+
+
+def flashinfer() -> None:
+    for kind in ("bf16", "fp8"):
+        scheme = KVScheme.parse(kind)
+        op = FlashInferKV().prepare(KVCacheSpec(8, 2, 128, 16, scheme, scheme), KVParams())
+        pages = torch.zeros(12, op.page_bytes, dtype=torch.uint8, device=DEVICE)
+        table = torch.randperm(12, device=DEVICE).int().view(3, 4)
+        k, v = (torch.randn(192, 2, 128, device=DEVICE).bfloat16() for _ in range(2))
+        op.append(pages, k, v, torch.arange(192, device=DEVICE))
+        lengths = torch.tensor([64, 0, 17], dtype=torch.int32, device=DEVICE)
+        for counts in ((1, 1, 1), (3, 0, 5)):
+            starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=DEVICE)
+            q = torch.randn(int(starts[-1]), 8, 128, device=DEVICE).bfloat16()
+            out, _ = op.attend(q, pages, table, lengths, starts)
+            assert bool(out.isfinite().all())
+
+
+PARTS = {f.__name__: f for f in (integer, floats, fp8, quantizers, humming, flashinfer)} | {"torch": products}
+
+
+def main() -> None:
+    for part in sys.argv[1:] or PARTS:
+        begin = time.perf_counter()
+        PARTS[part]()
+        torch.cuda.synchronize()
+        print(f"{part} done in {time.perf_counter() - begin:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
