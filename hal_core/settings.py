@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hal_core.errors import SettingError
 
-__all__ = ["CPU_ISA_LEVELS", "DEVICE_MASKS", "cache_folder", "cpu_isa", "debug", "device_masks", "policy_text"]
+__all__ = ["CPU_ISA_LEVELS", "DEVICE_MASKS", "cache_folder", "cpu_isa", "debug", "device_masks", "policy_text", "vllm_auto"]
 
 #: Variables of the vendors' runtimes that hide devices from a process.
 DEVICE_MASKS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
@@ -37,10 +37,12 @@ def cpu_isa() -> str | None:
 
 def debug() -> bool:
     """``HAL_DEBUG``: show tracebacks of plugins and of user errors."""
-    word = (_read("HAL_DEBUG") or "").lower()
-    if word not in _TRUE + _FALSE:
-        raise SettingError(f"HAL_DEBUG={word!r}", "not a yes or no", "use 1 or 0")
-    return word in _TRUE
+    return _yes("HAL_DEBUG")
+
+
+def vllm_auto() -> bool:
+    """``HAL_VLLM_AUTO``: take over, inside vLLM, every quantized checkpoint for which no quantization method was asked."""
+    return _yes("HAL_VLLM_AUTO")
 
 
 def device_masks() -> tuple[str | None, ...]:
@@ -64,6 +66,13 @@ def cache_folder() -> Path:
     if sys.platform == "darwin":
         return home / "Library" / "Caches" / "hal-core"
     return (Path(xdg) if Path(xdg).is_absolute() else home / ".cache") / "hal-core"
+
+
+def _yes(name: str) -> bool:
+    word = (_read(name) or "").lower()
+    if word not in _TRUE + _FALSE:
+        raise SettingError(f"{name}={word!r}", "not a yes or no", "use 1 or 0")
+    return word in _TRUE
 
 
 def _read(name: str) -> str | None:

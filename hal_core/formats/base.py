@@ -70,6 +70,10 @@ class Checkpoint(ABC):
     def load(self, name: str) -> Tensor:
         """An unquantized parameter in the file's dtype, freshly allocated."""
 
+    def stored_names(self, name: str) -> tuple[str, ...]:
+        """Names of the file's tensors that make up a parameter."""
+        return (name,)
+
     def kv_params(self) -> dict[int, KVParams]:
         """Calibrated scales of an fp8 key/value cache by layer, for checkpoints that carry them.
 

@@ -141,6 +141,10 @@ class FolderCheckpoint(Checkpoint):
                 "list the module as not quantized in the config, or store its quantized tensors",
             )  # fmt: skip
 
+    def stored_names(self, name: str) -> tuple[str, ...]:
+        plan = self._plans.get(name)
+        return (name,) if plan is None else tuple(info.name for info in plan.parts.values())
+
     def read(self, name: str) -> QuantizedTensor:
         plan = self._plans.get(name)
         if plan is None:
