@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from vllm.config import get_current_vllm_config, get_layers_from_vllm_config
+from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none, get_layers_from_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
@@ -26,6 +26,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 from hal_core.api import select
 from hal_core.dtypes import dtype_word
 from hal_core.errors import SettingError
+from hal_core.integrations.vllm.held import HeldLayer, hold
 from hal_core.integrations.vllm.kv import CacheRequest, LayerPages, rank_params
 from hal_core.integrations.vllm.kv_request import cache_params, cache_request
 from hal_core.spec import KVCacheSpec
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionLayer, CommonAttentionMetadata
     from vllm.v1.kv_cache_interface import AttentionSpec
 
-    from hal_core.kv.op import KVParams
 
 __all__ = ["HalAttention", "HalAttentionBackend", "HalAttentionMetadataBuilder"]
 
@@ -44,21 +44,27 @@ __all__ = ["HalAttention", "HalAttentionBackend", "HalAttentionMetadataBuilder"]
 class HalAttentionBackend(CPUAttentionBackend):
     """The CPU backend: ours where the settings of the engine being built name a scheme, else vLLM's own."""
 
-    #: What the layers of the engine that was built last asked for: vLLM asks for builders and page sizes outside its current config.
+    #: What the engine that was built last asks for: vLLM wants some of the answers outside of any current config.
     _request: ClassVar[CacheRequest | None] = None
+
+    @classmethod
+    def request(cls) -> CacheRequest | None:
+        config = get_current_vllm_config_or_none()
+        if config is not None:
+            HalAttentionBackend._request = cache_request(config)
+        return HalAttentionBackend._request
 
     @staticmethod
     def get_impl_cls() -> type[CPUAttentionBackendImpl]:
-        HalAttentionBackend._request = cache_request(get_current_vllm_config())
-        return CPUAttentionBackendImpl if HalAttentionBackend._request is None else HalAttention
+        return CPUAttentionBackendImpl if HalAttentionBackend.request() is None else HalAttention
 
     @staticmethod
     def get_builder_cls() -> type[CPUAttentionMetadataBuilder]:
-        return CPUAttentionMetadataBuilder if HalAttentionBackend._request is None else HalAttentionMetadataBuilder
+        return CPUAttentionMetadataBuilder if HalAttentionBackend.request() is None else HalAttentionMetadataBuilder
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        request = HalAttentionBackend._request
+        request = HalAttentionBackend.request()
         if request is None:
             return super().customize_spec(spec)
         return replace(spec, dtype=torch.uint8, state_content_bytes=request.token_bytes(spec.head_size, spec.head_size_v))
@@ -95,6 +101,7 @@ class HalAttention(CPUAttentionBackendImpl):
             dtype=dtype_word(config.model_config.dtype), window=sliding_window, sinks=sinks is not None, soft_cap=logits_soft_cap or None,
         )  # fmt: skip
         self.pages: LayerPages | None = None
+        self.held: HeldLayer
         if not request.scaled:  # else the checkpoint's scales are part of the question
             select(self.spec, policy=request.policy)
 
@@ -114,17 +121,22 @@ class HalAttention(CPUAttentionBackendImpl):
             NoKernelError, PolicyError, SettingError: nothing serves it.
         """
         spec = replace(self.spec, page_size=block_size, value_dim=value_dim)
-        params = self._scales(config, layer) if self.request.scaled else None
+        rank = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        params = None
+        if self.request.scaled:
+            found = cache_params(config).get(extract_layer_index(layer))
+            params = rank_params(found, config.model_config.get_total_num_kv_heads(), *rank)
         self.pages = LayerPages(spec, params, self.request.policy, layer)
+        self.held = HeldLayer(layer, (self.pages.op,), rank)
+        hold("kv", self.held)
 
-    def _scales(self, config: VllmConfig, layer: str) -> KVParams | None:
-        heads = config.model_config.get_total_num_kv_heads()
-        found = cache_params(config).get(extract_layer_index(layer))
-        return rank_params(found, heads, get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
+    def _ready(self) -> LayerPages:
+        if self.pages is None:
+            raise SettingError(f"kv_cache {self.request}", "a layer whose pages were never prepared", "leave kv_cache out")
+        return self.pages
 
     def do_kv_cache_update(self, layer: torch.nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-        assert self.pages is not None  # the builder has prepared it
-        self.pages.append(kv_cache, key, value, slot_mapping)
+        self._ready().append(kv_cache, key, value, slot_mapping)
 
     def forward(
         self,
@@ -142,9 +154,9 @@ class HalAttention(CPUAttentionBackendImpl):
             raise SettingError(f"kv_cache {self.request}", "output to be quantized by attention", "turn that fusion off")
         if attn_metadata is None:  # a warm-up
             return output
-        assert self.pages is not None  # the builder has prepared it
         rows = attn_metadata.num_actual_tokens
-        self.pages.attend(
+        self.held.calls += 1
+        self._ready().attend(
             query[:rows], kv_cache, attn_metadata.block_table, attn_metadata.seq_lens, attn_metadata.query_start_loc,
             scale=self.scale, causal=attn_metadata.causal, sinks=None if self.sinks is None else self.sinks.float(), out=output[:rows],
         )  # fmt: skip

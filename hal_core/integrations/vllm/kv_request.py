@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from hal_core.api import open_checkpoint
 from hal_core.integrations.vllm.kv import CacheRequest
+from hal_core.integrations.vllm.options import HalOptions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,9 +25,8 @@ def cache_request(config: VllmConfig) -> CacheRequest | None:
     Raises:
         SettingError, ValueDecodeError, PolicyError: not a setting that can be served.
     """
-    hal = config.additional_config.get("hal") or {}
-    scheme = hal.get("kv_cache")
-    return None if scheme is None else CacheRequest.parse(scheme, hal.get("policy"))
+    options = HalOptions.of(config.additional_config)
+    return None if options.kv_cache is None else CacheRequest.parse(options.kv_cache, options.chosen_policy)
 
 
 def cache_params(config: VllmConfig) -> Mapping[int, KVParams]:

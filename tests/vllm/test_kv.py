@@ -1,0 +1,156 @@
+"""Our key/value pages under vLLM's scheduler: batches, prefix cache, chunks and preemption change nothing; numbers are our own cache's."""
+
+import pytest
+import torch
+from vllm_engine import VOCABULARY, ask, counter, elsewhere, engine, write_model
+
+from hal_core.errors import HalError
+from hal_core.kv.scheme import parse_pair
+
+#: With the relative L2 error against our own cache of the same scheme. A code that rounds the other way, since the engine's products differ
+#: in the last bit, weighs more where there are fewer codes.
+SCHEMES = {"int8:token": 2e-3, "fp8": 5e-3, "turboquant:4": 5e-3, "k=int8:token,v=turboquant:3": 5e-3}
+LENGTHS = (7, 150, 300)
+REFERENCE_ONLY = "require:kv=reference"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("kv") / "moe")
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    draw = torch.Generator().manual_seed(5)
+    return [torch.randint(0, VOCABULARY, (length,), generator=draw).tolist() for length in LENGTHS]
+
+
+def relative(found, wanted):
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def attention(llm):
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+    return [layer.impl for layer in layers if hasattr(layer, "impl")]
+
+
+def same(some, others):
+    """Equal tokens, and logits that only the batch's shape rounds differently."""
+    return all(a.tokens == b.tokens and relative(a.logits, b.logits) < 1e-5 for a, b in zip(some, others, strict=True))
+
+
+def through_our_cache(model, scheme, prompt, tokens):
+    """Logits of transformers with our own cache (or with its own, for None), fed the same tokens one after another."""
+    from transformers import Qwen3MoeForCausalLM
+
+    from hal_core.integrations.transformers_kv import KVCache
+
+    network = Qwen3MoeForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    name = KVCache.argument(network)
+    cache = None if scheme is None else KVCache(network, scheme, condition=False, scales="default")
+    rows = []
+    with torch.no_grad():
+        for ids in (prompt, *([token] for token in tokens[:-1])):
+            out = network(torch.tensor([ids]), use_cache=True, **{name: cache})
+            cache = getattr(out, name) if scheme is None else cache
+            rows.append(out.logits[0, -1])
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_however_the_scheduler_cuts_and_shares_the_numbers_are_those_of_our_own_cache(model, prompts, scheme):
+    # 64 tokens a step: a prompt of 300 comes in five chunks, with decoding requests between
+    with engine(model, hal={"kv_cache": scheme}, max_num_batched_tokens=64, block_size=32) as llm:
+        single = [ask(llm, [prompt])[0] for prompt in prompts]
+        shared = ask(llm, prompts)
+        assert llm.reset_prefix_cache()
+        batch = ask(llm, prompts)
+    assert [answer.cached for answer in single + batch] == [0] * 6
+    assert [answer.cached for answer in shared] == [(length - 1) // 32 * 32 for length in LENGTHS]
+    assert same(single, batch)
+    assert same(single, shared)
+    wanted = [through_our_cache(model, scheme, prompt, answer.tokens) for prompt, answer in zip(prompts, single, strict=True)]
+    exact = [through_our_cache(model, None, prompt, answer.tokens) for prompt, answer in zip(prompts, single, strict=True)]
+    found, wanted, exact = torch.cat([answer.logits for answer in single]), torch.cat(wanted), torch.cat(exact)
+    print(f"{scheme}: {relative(found, wanted):.2e} from our cache, {relative(found, exact):.2e} from no quantization")
+    assert relative(found, wanted) < SCHEMES[scheme]
+    assert relative(found, exact) > 1.5 * relative(found, wanted)  # pages are quantized, and by this scheme
+
+
+def test_requests_that_lost_their_pages_go_on_as_if_nothing_had_happened(model):
+    draw = torch.Generator().manual_seed(6)
+    prompts = [torch.randint(0, VOCABULARY, (60,), generator=draw).tolist() for _ in range(4)]
+    options = {"hal": {"kv_cache": "turboquant:4"}, "block_size": 32, "max_model_len": 256}
+    with engine(model, **options) as llm:
+        single = [ask(llm, [prompt], 100)[0] for prompt in prompts]
+    with engine(model, **options, num_gpu_blocks_override=15) as llm:
+        crowded = ask(llm, prompts, 100)
+        preempted = counter(llm, "vllm:num_preemptions")
+    assert preempted > 0
+    assert same(single, crowded)
+
+
+def test_a_gigabyte_holds_as_many_tokens_as_the_scheme_says(model):
+    tokens = {}
+    for scheme in (None, "int8:token", "turboquant:4", "k=turboquant:4,v=turboquant:2"):
+        with engine(model, hal=None if scheme is None else {"kv_cache": scheme}, dtype="bfloat16") as llm:
+            cache = llm.llm_engine.vllm_config.cache_config
+            tokens[scheme] = cache.num_gpu_blocks * cache.block_size
+            each = 2 * 2 * 2 * 64 * 2 if scheme is None else 2 * 2 * sum(s.vector_bytes(64) for s in parse_pair(scheme))
+            assert abs(tokens[scheme] * each / 2**30 - 1) < 1e-3, scheme  # layers, heads; the space is 1 GiB
+    for scheme, count in tokens.items():
+        print(f"{scheme or 'vLLM, bf16'}: {count} tokens in 1 GiB, {count / tokens[None]:.2f} times vLLM's own")
+
+
+def test_without_a_scheme_vllms_own_attention_serves_though_ours_did_before(model, prompts):
+    with engine(model, hal={"kv_cache": "int8:token"}) as llm:
+        assert {type(layer).__name__ for layer in attention(llm)} == {"HalAttention"}
+    with engine(model) as llm:
+        assert {type(layer).__name__ for layer in attention(llm)} == {"CPUAttentionBackendImpl"}
+        found = ask(llm, prompts[:1])[0]
+    assert relative(found.logits, through_our_cache(model, None, prompts[0], found.tokens)) < 1e-5
+
+
+def test_heads_of_a_size_that_vllm_does_not_serve_on_a_cpu(tmp_path, prompts):
+    model = write_model(tmp_path / "narrow", head_dim=16)
+    with engine(model, hal={"kv_cache": "int8:token", "policy": REFERENCE_ONLY}, block_size=32) as llm:
+        found = ask(llm, prompts[1:2])[0]
+    assert relative(found.logits, through_our_cache(model, "int8:token", prompts[1], found.tokens)) < 2e-3
+
+
+@pytest.mark.parametrize(
+    ("hal", "options", "words"),
+    [
+        ({"kv_cache": "int8"}, {}, "wait outside the pages"),
+        ({"kv_cache": "int9"}, {}, "int9"),
+        ({"kv_cache": "turboquant:4", "policy": "require:kv=cuda.*"}, {}, "require:kv=cuda"),
+        ({"kv_cache": "fp8", "policy": "require:kv=cpu"}, {}, "kv.scales"),
+        ({"kv_cache": "int8:token"}, {"kv_cache_dtype": "fp8"}, "leave vLLM's setting at auto"),
+        ({"kv_cache": "turboquant:4", "policy": "require:kv=cpu"}, {"block_size": 24}, "page_size|block"),
+    ],
+)
+def test_what_cannot_be_served_is_an_error_before_anything_is(model, hal, options, words):
+    with pytest.raises((HalError, ValueError), match=words), engine(model, hal=hal, **options):
+        pytest.fail("the engine was made")
+
+
+def test_a_window_reaches_the_pages(tmp_path, prompts):
+    model = write_model(tmp_path / "window", use_sliding_window=True, sliding_window=40, max_window_layers=0)
+    with engine(model, hal={"kv_cache": "int8:token"}, block_size=32, max_num_batched_tokens=64) as llm:
+        assert {layer.spec.window for layer in attention(llm)} == {40}
+        answers = ask(llm, prompts)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert relative(answer.logits, through_our_cache(model, "int8:token", prompt, answer.tokens)) < 2e-3
+
+
+def test_two_ranks_share_the_heads(tmp_path, model, prompts):
+    with engine(model, hal={"kv_cache": "turboquant:4"}, block_size=32) as llm:
+        one = ask(llm, prompts)
+    two, ranks = elsewhere(tmp_path, model, prompts, hal={"kv_cache": "turboquant:4"}, block_size=32, tensor_parallel_size=2)
+    for each, other in zip(one, two, strict=True):
+        assert each.tokens == other.tokens
+        assert relative(other.logits, each.logits) < 5e-3
+    for number, layers in enumerate(ranks):
+        assert [layer["rank"] for layer in layers] == [[number, 2]] * 2
+        assert all(spec.startswith("kv 2/1 heads x64 page 32 k=turboquant:4") for layer in layers for spec in layer["specs"])
+        assert all(layer["calls"] > 0 and layer["kernels"] for layer in layers)
