@@ -53,7 +53,7 @@ def local_expert(ids, map_ptr, num_experts, experts, HAS_MAP: tl.constexpr):
 
 @triton.jit
 def tile_rows(
-    pid_m, ids_ptr, map_ptr, slots_ptr, ends_ptr, tile_expert_ptr, tile_start_ptr, rows, num_experts, experts,
+    pid_m, ids_ptr, map_ptr, slots_ptr, tile_expert_ptr, total_ptr, rows, num_experts, experts,
     ROUTE: tl.constexpr, HAS_MAP: tl.constexpr, BM: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
     """Expert of a tile (-1: nothing to do), its slots ``[BM]``, and which of them are there.
@@ -71,11 +71,10 @@ def tile_rows(
         slot = pid_m + lane * 0
         there = lane == 0
     else:
-        expert = tl.load(tile_expert_ptr + pid_m // SUB)
-        end = tl.load(ends_ptr + tl.maximum(expert, 0))
-        place = tl.load(tile_start_ptr + pid_m // SUB) + pid_m % SUB * BM + lane
-        there = place < end
-        if SUB > 1:
-            expert = tl.where(tl.load(tile_start_ptr + pid_m // SUB) + pid_m % SUB * BM < end, expert, -1)
-        slot = tl.load(slots_ptr + place, mask=there, other=0)
+        expert = tl.where(pid_m * BM < tl.load(total_ptr), tl.load(tile_expert_ptr + pid_m // SUB), -1)
+        if SUB > 1:  # rows come first in a tile of the sort, so that parts of it may be empty
+            expert = tl.where(tl.load(slots_ptr + pid_m * BM) < rows, expert, -1)
+        slot = tl.load(slots_ptr + pid_m * BM + lane)
+        there = slot < rows
+        slot = tl.where(there, slot, 0)
     return expert, slot, there

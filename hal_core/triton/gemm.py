@@ -71,7 +71,7 @@ def _product(
 @triton.jit
 def integer_gemm(
     x_ptr, y_ptr, w_ptr, s_ptr, z_ptr, b_ptr, gw_ptr, gs_ptr, gz_ptr, gb_ptr, perm_ptr, gperm_ptr,
-    ids_ptr, map_ptr, slots_ptr, ends_ptr, tile_expert_ptr, tile_start_ptr, router_ptr,
+    ids_ptr, map_ptr, slots_ptr, tile_expert_ptr, total_ptr, router_ptr,
     rows, N, K, n_pad, groups, num_experts, experts, x_div, alpha, limit,
     BITS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, GATED: tl.constexpr, PERM: tl.constexpr, BIAS: tl.constexpr,
     KIND: tl.constexpr, LIMIT: tl.constexpr, ROUTER: tl.constexpr, ROUTE: tl.constexpr, HAS_MAP: tl.constexpr, EVEN_K: tl.constexpr,
@@ -97,7 +97,7 @@ def integer_gemm(
         pid_n = pid % num_n
         pid_m = pid // num_n
     expert, slot, there = tile_rows(
-        pid_m, ids_ptr, map_ptr, slots_ptr, ends_ptr, tile_expert_ptr, tile_start_ptr, rows, num_experts, experts, ROUTE, HAS_MAP, BM, SUB
+        pid_m, ids_ptr, map_ptr, slots_ptr, tile_expert_ptr, total_ptr, rows, num_experts, experts, ROUTE, HAS_MAP, BM, SUB
     )
     if ROUTE != "plain":
         if expert < 0:
@@ -150,7 +150,22 @@ def integer_gemm(
                     gat = tl.load(gperm_ptr + wide * K + k, mask=k < K, other=0)
                     x = tl.load(x_rows[None, :] + gat[:, None], mask=mask, other=0.0)
                 gate = _product(
-                    gate, gwords, x, gs_ptr, gz_ptr, gscale, gzero, inner, inside, n_pad, BITS, part * COUNT, COUNT, ZERO, GROUPED, AHEAD,
+                    gate,
+                    gwords,
+                    x,
+                    gs_ptr,
+                    gz_ptr,
+                    gscale,
+                    gzero,
+                    inner,
+                    inside,
+                    n_pad,
+                    BITS,
+                    part * COUNT,
+                    COUNT,
+                    ZERO,
+                    GROUPED,
+                    AHEAD,
                     WEIGHTS,
                 )
         if GROUPED and AHEAD:

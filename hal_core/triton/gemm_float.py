@@ -24,7 +24,7 @@ def _added(acc, w, x, w_scale, x_scale, SCALES: tl.constexpr):
 @triton.jit
 def float_gemm(
     x_ptr, xs_ptr, y_ptr, w_ptr, ws_ptr, b_ptr, gw_ptr, gws_ptr, gb_ptr,
-    ids_ptr, map_ptr, slots_ptr, ends_ptr, tile_expert_ptr, tile_start_ptr, router_ptr,
+    ids_ptr, map_ptr, slots_ptr, tile_expert_ptr, total_ptr, router_ptr,
     rows, N, K, num_experts, experts, x_div, alpha, limit,
     SCALES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, X_GROUP: tl.constexpr,
     GATED: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr, ROUTER: tl.constexpr,
@@ -47,7 +47,7 @@ def float_gemm(
         pid_n = pid % num_n
         pid_m = pid // num_n
     expert, slot, there = tile_rows(
-        pid_m, ids_ptr, map_ptr, slots_ptr, ends_ptr, tile_expert_ptr, tile_start_ptr, rows, num_experts, experts, ROUTE, HAS_MAP, BM, SUB
+        pid_m, ids_ptr, map_ptr, slots_ptr, tile_expert_ptr, total_ptr, rows, num_experts, experts, ROUTE, HAS_MAP, BM, SUB
     )
     if ROUTE != "plain":
         if expert < 0:

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = ["grouped_experts"]
 
+#: Rows that each expert's share is rounded up to.
+_TILE = 8
+
 
 def _product(rows: Tensor, matrix: object, ends: Tensor) -> Tensor:
     assert isinstance(matrix, FloatMatrix)  # what the kernel declares
@@ -28,25 +31,22 @@ def grouped_experts(
     """As ``ops.moe``, for bfloat16 experts without biases."""
     tokens, hidden = x.shape
     slots, top_k = ids.numel(), ids.shape[1]
-    places = torch.empty(slots, dtype=torch.int32, device=x.device)
-    route = launch.sorted_by_expert(ids, weights, expert_map, experts.num_experts, experts.local, 128, flag, places)
-    order, ends = route.tensors[2], route.tensors[3][: experts.local]
-    rows = torch.empty(slots, hidden, dtype=x.dtype, device=x.device)
+    places = min(slots, -(-slots // _TILE) + min(experts.local, slots)) * _TILE
+    scratch = launch.sort_scratch(experts.local, x.device) if experts.scratch is None else experts.scratch
+    order = launch.sort_slots(ids, expert_map, experts.num_experts, experts.local, _TILE, places, flag, scratch, placed=True)
+    assert order.ends is not None
+    assert order.places is not None
+    rows, ends = torch.empty(places, hidden, dtype=x.dtype, device=x.device), order.ends[: experts.local]
     width = min(1024, max(64, 1 << (hidden - 1).bit_length()))
-    values = {"x_ptr": x, "out_ptr": rows, "slots_ptr": order, "total_ptr": ends[-1:], "H": hidden, "top_k": top_k, "BH": width}
-    launch.run(routing.gather_rows, (slots, -(-hidden // width)), values, 4, 1)
+    values = {
+        "x_ptr": x, "out_ptr": rows, "slots_ptr": order.slots, "total_ptr": order.total, "numel": slots, "H": hidden, "top_k": top_k,
+        "BH": width,
+    }  # fmt: skip
+    launch.run(routing.gather_rows, (places, -(-hidden // width)), values, 4, 1)
     up = _product(rows, experts.up, ends)
-    gate = up if experts.gate is None else _product(rows, experts.gate, ends)
+    gate = None if experts.gate is None else _product(rows, experts.gate, ends)
     inner = torch.empty_like(up)
-    values = {
-        "up_ptr": up, "gate_ptr": gate, "out_ptr": inner, "numel": inner.numel(), "alpha": experts.alpha, "limit": experts.limit or 0.0,
-        "KIND": experts.kind, "GATED": experts.gate is not None, "LIMIT": experts.limit is not None, "B": 1024,
-    }  # fmt: skip
-    launch.run(routing.activate_rows, (-(-inner.numel() // 1024),), values, 4, 1)
+    launch.activate(up, gate, inner, launch.Epilogue(experts.kind, experts.alpha, experts.limit))
     y = _product(inner, experts.down, ends)
-    values = {
-        "y_ptr": y, "out_ptr": out, "places_ptr": places, "weights_ptr": weights, "H": hidden, "scaling": experts.scaling, "TOP_K": top_k,
-        "REDUCE": out.dim() == 2, "BH": width,
-    }  # fmt: skip
-    launch.run(routing.placed_sum, (tokens, -(-hidden // width)), values, 4, 1)
+    launch.weighted_sum(y, out, order.places.view(tokens, top_k), weights, None, 0, 0, experts.scaling, placed=True)
     return out

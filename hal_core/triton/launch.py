@@ -20,14 +20,13 @@ if TYPE_CHECKING:
     from hal_core.triton.layout import StepMatrix
 
 __all__ = [
-    "Epilogue", "FloatMatrix", "IntegerMatrix", "Route", "arch_of", "direct", "float_product", "integer_product", "plain", "quantize_fp8",
-    "quantize_int8", "sorted_by_expert", "sum_slots", "widened",
+    "Epilogue", "FloatMatrix", "IntegerMatrix", "Route", "Sorted", "activate", "arch_of", "direct", "float_product", "integer_product",
+    "plain", "quantize_fp8", "quantize_int8", "sort_scratch", "sort_slots", "sorted_by_expert", "spread_slots", "sum_slots",
+    "weighted_sum", "widened",
 ]  # fmt: skip
 
 #: Slots that one program sorts, and slots of one program when there are more.
 _FEW, _CHUNK = 1024, 256
-#: Experts times tiles that one program compares at a time.
-_COMPARED = 16384
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], values: dict[str, Any], warps: int, stages: int) -> None:
@@ -122,7 +121,7 @@ class Route:
     """Which rows go through which matrix; ``tiles`` is the most that there can be.
 
     kind: "plain", "direct" or "sorted"; ``bm`` is the size of the tiles that the latter were cut into.
-    tensors: ids, map, slots, ends, tile_expert, tile_start, router; a stand-in where unused.
+    tensors: ids, map, slots, tile_expert, total, router; a stand-in where unused.
     """
 
     kind: str
@@ -141,49 +140,103 @@ class Route:
 
 def plain(x: Tensor, bm: int) -> Route:
     """All rows through one matrix."""
-    return Route("plain", x.shape[0], -(-x.shape[0] // bm), (x,) * 7)
+    return Route("plain", x.shape[0], -(-x.shape[0] // bm), (x,) * 6)
 
 
 def direct(ids: Tensor, weights: Tensor, expert_map: Tensor | None, num_experts: int, experts: int) -> Route:
     """One slot a tile: for few slots nothing is won by sorting."""
     mapping = ids if expert_map is None else expert_map
-    tensors = (ids, mapping, ids, ids, ids, ids, weights)
+    tensors = (ids, mapping, ids, ids, ids, weights)
     return Route("direct", ids.numel(), ids.numel(), tensors, num_experts, experts, expert_map is not None)
+
+
+@dataclass(frozen=True, eq=False)
+class Sorted:
+    """Slots by expert, each expert's padded to whole tiles.
+
+    slots: int32 ``[places]``, the slot at each place, and their number where there is none. tile_expert: int32 ``[places / bm]``.
+    total: int32 ``[1]``, places in use. places, ends: where they were asked for, each slot's place or -1, and each expert's last and one.
+    """
+
+    slots: Tensor
+    tile_expert: Tensor
+    total: Tensor
+    places: Tensor | None = None
+    ends: Tensor | None = None
+
+
+def _lanes(experts: int) -> int:
+    return max(16, 1 << (experts - 1).bit_length())
+
+
+def sort_scratch(experts: int, device: torch.device) -> Tensor:
+    """What :func:`sort_slots` counts in: zeros before and after. Calls that share one must not overlap."""
+    return torch.zeros(_lanes(experts) + 1, dtype=torch.int32, device=device)
+
+
+def _rooms(device: torch.device, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """int32 rooms, each at 16 bytes: kernels are compiled anew for pointers that are not."""
+    wide = [-(-size // 4) * 4 for size in sizes]
+    found = torch.split(torch.empty(sum(wide), dtype=torch.int32, device=device), wide)
+    return tuple(room if room.shape[0] == size else room[:size] for room, size in zip(found, sizes, strict=True))
+
+
+def sort_slots(
+    ids: Tensor, expert_map: Tensor | None, num_experts: int, experts: int, bm: int, places: int, flag: Tensor, scratch: Tensor,
+    placed: bool = False,
+) -> Sorted:  # fmt: skip
+    """Slots of ``ids [T, k]`` by local expert, in at most ``places`` places, a multiple of ``bm``; one launch, or two for many slots."""
+    numel, lanes, top_k = ids.numel(), _lanes(experts), ids.shape[-1]
+    many = numel > _FEW
+    sizes = (places, places // bm, 1, numel if placed else 0, lanes if placed else 0, lanes if many else 0, numel if many else 0)
+    slots, tile_expert, total, at, ends, starts, ranks = _rooms(ids.device, sizes)
+    shared: dict[str, Any] = {
+        "ids_ptr": ids, "map_ptr": ids if expert_map is None else expert_map, "numel": numel, "num_experts": num_experts,
+        "experts": experts, "HAS_MAP": expert_map is not None, "slots_ptr": slots, "PLACES": placed,
+    }  # fmt: skip
+    laid = {
+        "flag_ptr": flag, "top_k": top_k, "scratch_ptr": scratch, "tile_expert_ptr": tile_expert, "total_ptr": total,
+        "ends_ptr": ends if placed else slots, "BM": bm, "E": lanes, "FILL": min(32, bm & -bm),
+    }  # fmt: skip
+    where = {"places_ptr": at if placed else slots}
+    if many:
+        grid = (-(-numel // _CHUNK),)
+        run(routing.count_slots, grid, {**shared, **laid, "starts_ptr": starts, "ranks_ptr": ranks, "P": _CHUNK}, 8, 1)
+        run(routing.scatter_slots, grid, {**shared, **where, "starts_ptr": starts, "ranks_ptr": ranks, "P": _CHUNK}, 4, 1)
+    else:
+        power = max(32, 1 << (numel - 1).bit_length())
+        run(routing.sort_slots, (1,), {**shared, **laid, **where, "P": power}, min(16, max(4, power // 32)), 1)
+    return Sorted(slots, tile_expert, total, at if placed else None, ends if placed else None)
+
+
+def spread_slots(ids: Tensor, expert_map: Tensor | None, num_experts: int, experts: int, bm: int, places: int, flag: Tensor) -> Sorted:
+    """The same with a tile for each slot, for so few that nothing is won by sorting."""
+    numel, top_k = ids.numel(), ids.shape[-1]
+    slots, tile_expert, total = _rooms(ids.device, (places, places // bm, 1))
+    values = {
+        "ids_ptr": ids, "map_ptr": ids if expert_map is None else expert_map, "flag_ptr": flag, "slots_ptr": slots,
+        "tile_expert_ptr": tile_expert, "total_ptr": total, "numel": numel, "num_experts": num_experts, "experts": experts, "top_k": top_k,
+        "HAS_MAP": expert_map is not None, "P": 1 << (numel - 1).bit_length(), "BM": bm, "BM2": 1 << (bm - 1).bit_length(),
+    }  # fmt: skip
+    run(routing.direct_slots, (1,), values, 4, 1)
+    return Sorted(slots, tile_expert, total)
 
 
 def sorted_by_expert(
     ids: Tensor, weights: Tensor, expert_map: Tensor | None, num_experts: int, experts: int, bm: int, flag: Tensor,
-    places: Tensor | None = None,
+    scratch: Tensor | None = None,
 ) -> Route:  # fmt: skip
-    """Slots sorted by expert, in tiles of ``bm`` that hold one expert each; ``places`` receives the place of each slot, or -1."""
-    numel, width = ids.numel(), max(16, 1 << (experts - 1).bit_length())
+    """A route whose tiles of ``bm`` slots hold one expert each."""
+    numel = ids.numel()
     tiles = min(numel, -(-numel // bm) + min(experts, numel))
-    many, chunk = numel > _FEW, max(16, min(128, _COMPARED // width))
-    sizes = [numel, 3 * width, tiles, tiles, numel if many else 0]
-    room = torch.empty(sum(sizes), dtype=torch.int32, device=ids.device)
-    slots, scratch, tile_expert, tile_start, ranks = torch.split(room, sizes)
-    shared: dict[str, Any] = {
-        "ids_ptr": ids, "map_ptr": ids if expert_map is None else expert_map, "scratch_ptr": scratch, "numel": numel,
-        "num_experts": num_experts, "experts": experts, "HAS_MAP": expert_map is not None,
-    }  # fmt: skip
-    table = {"tile_expert_ptr": tile_expert, "tile_start_ptr": tile_start, "tiles": tiles, "BM": bm, "E": width, "CHUNK": chunk}
-    placed = {"places_ptr": slots if places is None else places, "PLACES": places is not None}
-    flagged = {"flag_ptr": flag, "top_k": ids.shape[-1]}
-    if many:
-        grid = (-(-numel // _CHUNK),)
-        scratch.zero_()
-        run(routing.count_slots, grid, {**shared, **flagged, "ranks_ptr": ranks, "P": _CHUNK}, 4, 1)
-        run(routing.offsets, (-(-tiles // chunk),), {"scratch_ptr": scratch, **table}, 8, 1)
-        run(routing.scatter_slots, grid, {**shared, "ranks_ptr": ranks, "slots_ptr": slots, "P": _CHUNK, "E": width, **placed}, 4, 1)
-    else:
-        power = max(16, 1 << (numel - 1).bit_length())
-        run(routing.sort_slots, (1,), {**shared, **flagged, **table, **placed, "slots_ptr": slots, "P": power}, 16, 1)
-    tensors = (ids, shared["map_ptr"], slots, scratch[2 * width :], tile_expert, tile_start, weights)
+    scratch = sort_scratch(experts, ids.device) if scratch is None else scratch
+    found = sort_slots(ids, expert_map, num_experts, experts, bm, tiles * bm, flag, scratch)
+    tensors = (ids, ids if expert_map is None else expert_map, found.slots, found.tile_expert, found.total, weights)
     return Route("sorted", numel, tiles, tensors, num_experts, experts, expert_map is not None, bm)
 
 
 def _route_values(route: Route, tile: Tile, x_div: int) -> dict[str, Any]:
-    names = ("ids_ptr", "map_ptr", "slots_ptr", "ends_ptr", "tile_expert_ptr", "tile_start_ptr", "router_ptr")
+    names = ("ids_ptr", "map_ptr", "slots_ptr", "tile_expert_ptr", "total_ptr", "router_ptr")
     return {
         **dict(zip(names, route.tensors, strict=True)), "rows": route.rows, "num_experts": route.num_experts, "experts": route.experts,
         "x_div": x_div, "ROUTE": route.kind, "HAS_MAP": route.has_map, "BM": tile.bm, "BN": tile.bn, "SPLIT": tile.split,
@@ -268,6 +321,37 @@ def sum_slots(
         "HAS_MAP": route.has_map, "BIAS": bias is not None, "FLAG": flag is not None, "BH": width,
     }  # fmt: skip
     run(routing.slot_sum, (rows, -(-h // width)), values, 4, 1)
+
+
+def weighted_sum(
+    y: Tensor, out: Tensor, ids: Tensor, weights: Tensor, expert_map: Tensor | None, num_experts: int, experts: int, scaling: float,
+    placed: bool = False,
+) -> None:  # fmt: skip
+    """``out [T, h] = scaling * sum over slots of weights * y``, or each slot's part where out is ``[T, k, h]``.
+
+    ``ids [T, k]``: experts, slots of whose local ones lie in ``y [T * k, h]``; or, ``placed``, each slot's row of ``y``, -1 for none.
+    """
+    tokens, top_k, width = *ids.shape, y.shape[1]
+    block = 256 if tokens <= 256 else min(1024, 1 << (width - 1).bit_length())
+    values = {
+        "y_ptr": y, "out_ptr": out, "ids_ptr": ids, "weights_ptr": weights, "H": width,
+        "map_ptr": ids if expert_map is None else expert_map,
+        "num_experts": num_experts, "experts": experts, "scaling": float(scaling), "TOP_K": top_k, "SUM": out.dim() == 2,
+        "HAS_MAP": expert_map is not None, "PLACES": placed, "BH": block,
+    }  # fmt: skip
+    run(routing.weighted_sum, (tokens, -(-width // block)), values, max(1, block // 256), 1)
+
+
+def activate(up: Tensor, gate: Tensor | None, out: Tensor, epilogue: Epilogue) -> None:
+    """``act(gate) * up``, or ``act(up)``; ``up`` and ``gate [R, width]`` may be halves of one tensor."""
+    rows, width = out.shape
+    tall, wide = (1, 256) if rows <= 64 else (4, 256)
+    values = {
+        "up_ptr": up, "gate_ptr": up if gate is None else gate, "out_ptr": out, "rows": rows, "width": width, "stride": up.stride(0),
+        "alpha": float(epilogue.alpha), "limit": float(epilogue.limit or 0.0), "KIND": epilogue.kind, "GATED": gate is not None,
+        "LIMIT": epilogue.limit is not None, "BR": tall, "BI": wide,
+    }  # fmt: skip
+    run(routing.activate_rows, (-(-rows // tall), -(-width // wide)), values, 1 if tall == 1 else 4, 1)
 
 
 def flag_only(route: Route, flag: Tensor, top_k: int) -> None:

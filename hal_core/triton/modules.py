@@ -12,7 +12,7 @@ from hal_core.dtypes import torch_dtype
 from hal_core.errors import ShapeError
 from hal_core.ops import MoEExperts, QuantLinear, Routed
 from hal_core.reference.activations import SWIGLU_OAI_ALPHA
-from hal_core.triton.launch import FloatMatrix, IntegerMatrix
+from hal_core.triton.launch import FloatMatrix, IntegerMatrix, sort_scratch
 from hal_core.triton.layout import StepMatrix
 from hal_core.triton.ops import Experts, float_linear, integer_linear, moe
 from hal_core.triton.registered import call_experts, call_linear
@@ -148,7 +148,7 @@ class TritonExperts(_Prepared, MoEExperts):
         self.experts = Experts(
             _view(self.up, biases["up"]), _view(self.down, biases["down"]), gate, act.kind,
             SWIGLU_OAI_ALPHA if act.alpha is None else act.alpha, act.limit, s.num_experts, s.local, s.routed_scaling,
-            s.router_weight_on_input, X_GROUP, self.grouped,
+            s.router_weight_on_input, X_GROUP, self.grouped, sort_scratch(s.local, _where(self.up)),
         )  # fmt: skip
         self.device = _where(self.up)
         if self.device.type != "meta":

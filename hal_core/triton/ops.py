@@ -114,7 +114,8 @@ def _product(
 class Experts:
     """A block of experts: its matrices and what its spec says.
 
-    local: experts whose weights are here. grouped: torch's grouped product at every number of rows.
+    local: experts whose weights are here. grouped: torch's grouped product at every number of rows. scratch: of the sort; where there is
+    none each call makes one.
     """
 
     up: IntegerMatrix | FloatMatrix
@@ -129,6 +130,7 @@ class Experts:
     router_on_input: bool
     x_group: int = 128
     grouped: bool = False
+    scratch: Tensor | None = None
 
     @property
     def quantized_inputs(self) -> bool:
@@ -154,7 +156,8 @@ def moe(
     if slots <= _DIRECT:
         route = direct(ids, weights, expert_map, experts.num_experts, experts.local)
     else:
-        route = sorted_by_expert(ids, weights, expert_map, experts.num_experts, experts.local, max(tile.bm for tile in tiles), flag)
+        bm = max(tile.bm for tile in tiles)
+        route = sorted_by_expert(ids, weights, expert_map, experts.num_experts, experts.local, bm, flag, experts.scratch)
     inner = torch.empty(slots, experts.up.n, dtype=x.dtype, device=x.device)
     hidden, scales = _quantized(x, experts)
     first = Epilogue(experts.kind, experts.alpha, experts.limit, "input" if experts.router_on_input else "none")

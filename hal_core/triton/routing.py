@@ -1,4 +1,4 @@
-"""Slots sorted by expert on the device: counts, offsets, scatter; and the weighted sum of each token's slots.
+"""Slots sorted by expert on the device, in padded tiles; and the steps around products: gather, activation, sums over slots.
 
 A slot is one of the ``top_k`` places of a token, numbered ``token * top_k + place``. Nothing here waits for the host, and every size
 follows from shapes alone, so a graph captures it. An id out of range is skipped, and the first one seen is written to a flag.
@@ -9,7 +9,9 @@ import triton.language as tl
 
 from hal_core.triton.epilogue import activated, local_expert
 
-__all__ = ["activate_rows", "count_slots", "flag_slots", "gather_rows", "offsets", "placed_sum", "scatter_slots", "slot_sum", "sort_slots"]
+__all__ = [
+    "activate_rows", "count_slots", "direct_slots", "flag_slots", "gather_rows", "scatter_slots", "slot_sum", "sort_slots", "weighted_sum",
+]  # fmt: skip
 
 
 @triton.jit
@@ -29,43 +31,65 @@ def _experts_of(ids_ptr, map_ptr, flag_ptr, index, numel, num_experts, experts, 
 
 
 @triton.jit
-def _offsets(scratch_ptr, tile_expert_ptr, tile_start_ptr, first, last, BM: tl.constexpr, E: tl.constexpr, CHUNK: tl.constexpr):
-    """Counts ``scratch[0:E]`` to starts ``[E:2E]``, ends ``[2E:3E]``; expert and first place of the tiles ``first`` to ``last``."""
+def direct_slots(
+    ids_ptr, map_ptr, flag_ptr, slots_ptr, tile_expert_ptr, total_ptr, numel, num_experts, experts, top_k,
+    HAS_MAP: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, BM2: tl.constexpr,
+):  # fmt: skip
+    """One tile for each slot, for so few that they hardly share experts; no counting, one program."""
+    index = tl.arange(0, P)
+    local = _experts_of(ids_ptr, map_ptr, flag_ptr, index, numel, num_experts, experts, top_k, HAS_MAP)
+    inside = index < numel
+    tl.store(tile_expert_ptr + index, tl.maximum(local, 0), mask=inside)
+    lane = tl.arange(0, BM2)
+    row = tl.where((local >= 0)[:, None] & (lane == 0)[None, :], index[:, None], numel)
+    tl.store(slots_ptr + index[:, None] * BM + lane[None, :], row, mask=inside[:, None] & (lane < BM)[None, :])
+    tl.store(total_ptr, numel * BM)
+
+
+@triton.jit
+def _tiles(
+    scratch_ptr, slots_ptr, tile_expert_ptr, total_ptr, ends_ptr, numel,
+    BM: tl.constexpr, E: tl.constexpr, FILL: tl.constexpr, ENDS: tl.constexpr,
+):  # fmt: skip
+    """First places of experts, from counts ``scratch[0:E]``, which become 0; experts of tiles; ``numel`` in places that stay empty."""
     e = tl.arange(0, E)
     # volatile: the counts were made by atomics, behind the first-level cache
     counts = tl.load(scratch_ptr + e, volatile=True)
-    ends = tl.cumsum(counts, 0)
-    starts = ends - counts
-    tl.store(scratch_ptr + E + e, starts)
-    tl.store(scratch_ptr + 2 * E + e, ends)
-    tiles_of = (counts + BM - 1) // BM
-    tile_ends = tl.cumsum(tiles_of, 0)
-    # a tile's place is its own number times BM, moved by what its expert's tiles before it do not fill
-    moved = starts - (tile_ends - tiles_of) * BM
-    for chunk in range(first, last, CHUNK):
-        t = chunk + tl.arange(0, CHUNK)
-        expert = tl.sum((tile_ends[None, :] <= t[:, None]).to(tl.int32), axis=1)
-        shift = tl.sum(tl.where(e[None, :] == expert[:, None], moved[None, :], 0), axis=1)
-        tl.store(tile_expert_ptr + t, tl.where(expert < E, expert, -1), mask=t < last)
-        tl.store(tile_start_ptr + t, t * BM + shift, mask=t < last)
+    tiles = (counts + BM - 1) // BM
+    padded = tiles * BM
+    ends = tl.cumsum(padded, 0)
+    starts = ends - padded
+    # every warp has read the counts before one of them clears them
+    tl.debug_barrier()
+    tl.store(scratch_ptr + e, tl.zeros((E,), tl.int32))
+    tl.store(total_ptr, tl.sum(padded, 0))
+    if ENDS:
+        tl.store(ends_ptr + e, ends)
+    for tile in range(tl.max(tiles, 0)):
+        tl.store(tile_expert_ptr + starts // BM + tile, e, mask=tile < tiles)
+    for first in tl.static_range(0, BM, FILL):
+        lane = first + tl.arange(0, FILL)
+        place = (starts + counts)[:, None] + lane[None, :]
+        tl.store(slots_ptr + place, tl.zeros((E, FILL), tl.int32) + numel, mask=lane[None, :] < (padded - counts)[:, None])
+    return starts
 
 
 @triton.jit
 def sort_slots(
-    ids_ptr, map_ptr, flag_ptr, slots_ptr, scratch_ptr, tile_expert_ptr, tile_start_ptr,
-    places_ptr, numel, num_experts, experts, top_k, tiles,
-    HAS_MAP: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, E: tl.constexpr, CHUNK: tl.constexpr, PLACES: tl.constexpr,
+    ids_ptr, map_ptr, flag_ptr, scratch_ptr, slots_ptr, tile_expert_ptr, total_ptr, places_ptr, ends_ptr,
+    numel, num_experts, experts, top_k,
+    HAS_MAP: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, E: tl.constexpr, FILL: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """All in one program, for few slots (``numel <= P``). PLACES: also the place of each slot, -1 for those that go nowhere."""
-    tl.store(scratch_ptr + tl.arange(0, E), tl.zeros((E,), tl.int32))
-    tl.debug_barrier()
+    """All in one program (``numel <= P``). ``scratch int32 [E + 1]`` is zero before and after.
+
+    PLACES: also the place of each slot, -1 for those that go nowhere, and where each expert's places end.
+    """
     index = tl.arange(0, P)
     local = _experts_of(ids_ptr, map_ptr, flag_ptr, index, numel, num_experts, experts, top_k, HAS_MAP)
     rank = tl.atomic_add(scratch_ptr + tl.maximum(local, 0), 1, mask=local >= 0)
     tl.debug_barrier()
-    _offsets(scratch_ptr, tile_expert_ptr, tile_start_ptr, 0, tiles, BM, E, CHUNK)
-    tl.debug_barrier()
-    start = tl.load(scratch_ptr + E + tl.maximum(local, 0), mask=local >= 0, other=0, volatile=True)
+    starts = _tiles(scratch_ptr, slots_ptr, tile_expert_ptr, total_ptr, ends_ptr, numel, BM, E, FILL, PLACES)
+    start = tl.gather(starts, tl.maximum(local, 0), 0)
     tl.store(slots_ptr + start + rank, index, mask=local >= 0)
     if PLACES:
         tl.store(places_ptr + index, tl.where(local >= 0, start + rank, -1), mask=index < numel)
@@ -73,32 +97,32 @@ def sort_slots(
 
 @triton.jit
 def count_slots(
-    ids_ptr, map_ptr, flag_ptr, scratch_ptr, ranks_ptr, numel, num_experts, experts, top_k, HAS_MAP: tl.constexpr, P: tl.constexpr
-):
-    """Counts per expert, into zeroed ``scratch``, and each slot's place among those of its expert."""
+    ids_ptr, map_ptr, flag_ptr, scratch_ptr, starts_ptr, ranks_ptr, slots_ptr, tile_expert_ptr, total_ptr, ends_ptr,
+    numel, num_experts, experts, top_k,
+    HAS_MAP: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, E: tl.constexpr, FILL: tl.constexpr, PLACES: tl.constexpr,
+):  # fmt: skip
+    """Counts per expert and each slot's rank in it; the program that comes last lays out the tiles. Starts are the call's own."""
     index = tl.program_id(0) * P + tl.arange(0, P)
     local = _experts_of(ids_ptr, map_ptr, flag_ptr, index, numel, num_experts, experts, top_k, HAS_MAP)
     rank = tl.atomic_add(scratch_ptr + tl.maximum(local, 0), 1, mask=local >= 0)
     tl.store(ranks_ptr + index, rank, mask=index < numel)
-
-
-@triton.jit
-def offsets(scratch_ptr, tile_expert_ptr, tile_start_ptr, tiles, BM: tl.constexpr, E: tl.constexpr, CHUNK: tl.constexpr):
-    """Between counting and scattering: each program sums all counts, and looks up CHUNK tiles."""
-    first = tl.program_id(0) * CHUNK
-    _offsets(scratch_ptr, tile_expert_ptr, tile_start_ptr, first, tl.minimum(first + CHUNK, tiles), BM, E, CHUNK)
+    tl.debug_barrier()
+    if tl.atomic_add(scratch_ptr + E, 1) == tl.num_programs(0) - 1:
+        starts = _tiles(scratch_ptr, slots_ptr, tile_expert_ptr, total_ptr, ends_ptr, numel, BM, E, FILL, PLACES)
+        tl.store(starts_ptr + tl.arange(0, E), starts)
+        tl.store(scratch_ptr + E, 0)
 
 
 @triton.jit
 def scatter_slots(
-    ids_ptr, map_ptr, scratch_ptr, ranks_ptr, slots_ptr, places_ptr, numel, num_experts, experts,
-    HAS_MAP: tl.constexpr, P: tl.constexpr, E: tl.constexpr, PLACES: tl.constexpr,
+    ids_ptr, map_ptr, starts_ptr, ranks_ptr, slots_ptr, places_ptr, numel, num_experts, experts,
+    HAS_MAP: tl.constexpr, P: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """Each slot to its place."""
     index = tl.program_id(0) * P + tl.arange(0, P)
     ids = tl.load(ids_ptr + index, mask=index < numel, other=-1)
     local, _ = local_expert(ids, map_ptr, num_experts, experts, HAS_MAP)
-    start = tl.load(scratch_ptr + E + tl.maximum(local, 0), mask=local >= 0, other=0)
+    start = tl.load(starts_ptr + tl.maximum(local, 0), mask=local >= 0, other=0)
     rank = tl.load(ranks_ptr + index, mask=local >= 0, other=0)
     tl.store(slots_ptr + start + rank, index, mask=local >= 0)
     if PLACES:
@@ -143,47 +167,66 @@ def slot_sum(
 
 
 @triton.jit
-def gather_rows(x_ptr, out_ptr, slots_ptr, total_ptr, H, top_k, BH: tl.constexpr):
-    """Rows of ``x`` in the order of the sorted slots: one program a row and a part of it."""
+def gather_rows(x_ptr, out_ptr, slots_ptr, total_ptr, numel, H, top_k, BH: tl.constexpr):
+    """Rows of ``x`` in the order of the sorted slots, zeros where a place is empty: one program a row and a part of it."""
     place = tl.program_id(0)
+    if place >= tl.load(total_ptr):
+        return
     h = tl.program_id(1) * BH + tl.arange(0, BH)
-    width = tl.where(place < tl.load(total_ptr), H, 0)
-    slot = tl.load(slots_ptr + tl.minimum(place, tl.maximum(tl.load(total_ptr) - 1, 0)))
-    row = tl.where(width > 0, slot // top_k, 0).to(tl.int64)
-    x = tl.load(x_ptr + row * H + h, mask=h < width, other=0.0)
+    slot = tl.load(slots_ptr + place)
+    row = tl.minimum(slot, numel - 1) // top_k
+    x = tl.load(x_ptr + row.to(tl.int64) * H + h, mask=h < tl.where(slot < numel, H, 0), other=0.0)
     tl.store(out_ptr + place.to(tl.int64) * H + h, x, mask=h < H)
 
 
 @triton.jit
 def activate_rows(
-    up_ptr, gate_ptr, out_ptr, numel, alpha, limit, KIND: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, B: tl.constexpr
-):
-    """The activation function of experts, element by element."""
-    at = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
-    up = tl.load(up_ptr + at, mask=at < numel, other=0.0).to(tl.float32)
-    gate = tl.load(gate_ptr + at, mask=at < numel, other=0.0).to(tl.float32) if GATED else up
+    up_ptr, gate_ptr, out_ptr, rows, width, stride, alpha, limit,
+    KIND: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, BR: tl.constexpr, BI: tl.constexpr,
+):  # fmt: skip
+    """``out [rows, width]`` of up and gate, whose rows lie ``stride`` elements apart."""
+    r = (tl.program_id(0) * BR + tl.arange(0, BR)).to(tl.int64)[:, None]
+    i = (tl.program_id(1) * BI + tl.arange(0, BI))[None, :]
+    mask = (r < rows) & (i < width)
+    up = tl.load(up_ptr + r * stride + i, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + r * stride + i, mask=mask, other=0.0).to(tl.float32) if GATED else up
     y = activated(up, gate, alpha, limit, KIND, GATED, LIMIT)
-    tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=at < numel)
+    tl.store(out_ptr + r * width + i, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def placed_sum(
-    y_ptr, out_ptr, places_ptr, weights_ptr, H, scaling, TOP_K: tl.constexpr, REDUCE: tl.constexpr, BH: tl.constexpr
-):
-    """Weighted sum over each token's slots of rows ``y`` that lie at their places; or the weighted slots one by one."""
+def weighted_sum(
+    y_ptr, out_ptr, ids_ptr, weights_ptr, map_ptr, H, num_experts, experts, scaling,
+    TOP_K: tl.constexpr, SUM: tl.constexpr, HAS_MAP: tl.constexpr, PLACES: tl.constexpr, BH: tl.constexpr,
+):  # fmt: skip
+    """A token's slots times their weights, float32 in a fixed order; summed to one row, or one row each.
+
+    Row ``slot`` of ``y`` belongs to a slot; with PLACES ``ids`` holds each slot's row instead, -1 for none.
+    """
     row = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BH + tl.arange(0, BH)
     total = tl.zeros((BH,), tl.float32)
+    lane = tl.arange(0, 1)  # vectors of one, which the interpreter masks as a GPU does
     for j in tl.static_range(TOP_K):
-        place = tl.load(places_ptr + row * TOP_K + j)
-        width = tl.where(place >= 0, H, 0)
-        weight = tl.load(weights_ptr + row * TOP_K + j).to(tl.float32)
-        y = tl.load(y_ptr + tl.maximum(place, 0).to(tl.int64) * H + h, mask=h < width, other=0.0).to(tl.float32)
-        # a slot that goes nowhere adds nothing, whatever its weight
-        term = tl.where(h < width, y * weight, 0.0)
-        if REDUCE:
-            total += term
+        slot = row * TOP_K + j
+        at = tl.load(ids_ptr + slot + lane)
+        if PLACES:
+            there = at >= 0
+            source = tl.maximum(at, 0).to(tl.int64)
         else:
-            tl.store(out_ptr + (row * TOP_K + j) * H + h, (term * scaling).to(out_ptr.dtype.element_ty), mask=h < H)
-    if REDUCE:
-        tl.store(out_ptr + row * H + h, (total * scaling).to(out_ptr.dtype.element_ty), mask=h < H)
+            local, _ = local_expert(at, map_ptr, num_experts, experts, HAS_MAP)
+            there = local >= 0
+            source = slot + lane
+        weight = tl.load(weights_ptr + slot + lane).to(tl.float32) * scaling
+        # where all experts are here, reading does not wait for ids: what was never written is not used
+        wanted = h < H
+        if PLACES or HAS_MAP:
+            wanted = wanted & there
+        part = tl.load(y_ptr + source * H + h, mask=wanted, other=0.0).to(tl.float32)
+        part = tl.where(there, part * weight, 0.0)
+        if SUM:
+            total += part
+        else:
+            tl.store(out_ptr + slot * H + h, part.to(out_ptr.dtype.element_ty), mask=h < H)
+    if SUM:
+        tl.store(out_ptr + row * H + h, total.to(out_ptr.dtype.element_ty), mask=h < H)

@@ -134,8 +134,8 @@ def test_sorting_and_quantizers_compile(arch):
     with triton_offline.compiling(arch) as found:
         for tokens in (32, 1000):
             ids = torch.empty(tokens, K, dtype=torch.int64, device=META)
-            flag, places = torch.empty(2, dtype=torch.int64, device=META), torch.empty(tokens * K, dtype=torch.int32, device=META)
-            launch.sorted_by_expert(ids, ids, None, experts, experts, 64, flag, places)
+            flag = torch.empty(2, dtype=torch.int64, device=META)
+            launch.sorted_by_expert(ids, ids, None, experts, experts, 64, flag)
         x = torch.empty(33, 5120, dtype=torch.bfloat16, device=META)
         launch.quantize_int8(x)
         if arch >= 89:
@@ -150,5 +150,5 @@ def test_steps_around_the_grouped_product_compile(monkeypatch):
     monkeypatch.setattr(grouped, "_product", lambda rows, matrix, ends: torch.empty(len(rows), matrix.n, dtype=rows.dtype, device=META))
     made = experts(floats)
     found = compiled(90, Experts(made.up, made.down, made.gate, "silu", 1.0, None, E, E, 1.0, False, grouped=True), 64)
-    assert {"gather_rows", "activate_rows", "placed_sum"} <= {kernel.name for kernel in found}
+    assert {"gather_rows", "activate_rows", "weighted_sum"} <= {kernel.name for kernel in found}
     check(found, 90, "")

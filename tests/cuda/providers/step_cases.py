@@ -72,6 +72,8 @@ def check_reduce(steps, route, summed):
 def main(part):
     from hal_backend_cuda.providers import fused_steps
 
+    from hal_core.triton import launch
+
     steps = fused_steps.TritonSteps(torch.device("cpu"))
     if part == "sort":
         for seed in range(6):
@@ -81,7 +83,7 @@ def main(part):
             check()
         assert all(not bool(s.any()) for s in steps.scratch.values()), "counts are zero again"
     elif part == "many":
-        fused_steps._ONE, fused_steps._SHARE = 16, 64
+        launch._FEW, launch._CHUNK = 16, 64
         for seed in (3, 4):
             for mapped in (False, True):
                 check_sort(steps, random_route(seed, mapped=mapped, tokens=50), 16)

@@ -7,9 +7,10 @@ import torch
 
 pytest.importorskip("triton", reason="needs triton")
 
-from hal_backend_cuda.providers import step_kernels
 from hal_backend_cuda.providers.flashinfer import page_kernels
 from triton_offline import compile_kernel
+
+from hal_core.triton import routing
 
 
 def meta(dtype, *shape):
@@ -18,32 +19,33 @@ def meta(dtype, *shape):
 
 INTS, LONGS, FLOATS, HALVES = (meta(t) for t in (torch.int32, torch.int64, torch.float32, torch.bfloat16))
 IDS = {"ids_ptr": INTS, "map_ptr": INTS, "flag_ptr": LONGS, "num_experts": 128, "experts": 128, "top_k": 8}
-SORTED = {"sorted_ptr": INTS, "block_expert_ptr": INTS, "padded_ptr": INTS}
+SORTED = {"slots_ptr": INTS, "tile_expert_ptr": INTS, "total_ptr": INTS, "places_ptr": INTS, "ends_ptr": INTS, "PLACES": False}
 CASES = {
-    "direct": (step_kernels.direct_slots, {**IDS, **SORTED, "numel": 8, "HAS_MAP": False, "P": 8, "BM": 8, "BM2": 8}, 4),
+    "direct": (routing.direct_slots, {**IDS, **SORTED, "numel": 8, "HAS_MAP": False, "P": 8, "BM": 8, "BM2": 8}, 4),
     "sort": (
-        step_kernels.sort_slots,
+        routing.sort_slots,
         {**IDS, **SORTED, "scratch_ptr": INTS, "numel": 512, "HAS_MAP": True, "P": 512, "BM": 8, "E": 128, "FILL": 8}, 16,
     ),
     "count": (
-        step_kernels.count_slots,
+        routing.count_slots,
         {**IDS, **SORTED, "scratch_ptr": INTS, "starts_ptr": INTS, "ranks_ptr": INTS, "numel": 8192, "HAS_MAP": False, "P": 256,
          "BM": 96, "E": 256,
          "FILL": 32}, 8,
     ),
     "scatter": (
-        step_kernels.scatter_slots,
+        routing.scatter_slots,
         {**IDS, **SORTED, "starts_ptr": INTS, "ranks_ptr": INTS, "numel": 8192, "HAS_MAP": False, "P": 256}, 4,
     ),
     "activate": (
-        step_kernels.activate_rows,
-        {"y_ptr": HALVES, "out_ptr": HALVES, "rows": 4096, "width": 768, "alpha": 1.702, "limit": 7.0, "KIND": "swiglu_oai", "GATED": True,
+        routing.activate_rows,
+        {"up_ptr": HALVES, "gate_ptr": HALVES, "out_ptr": HALVES, "rows": 4096, "width": 768, "stride": 1536,
+         "alpha": 1.702, "limit": 7.0, "KIND": "swiglu_oai", "GATED": True,
          "LIMIT": True, "BR": 8, "BI": 256}, 4,
     ),
     "reduce": (
-        step_kernels.weighted_sum,
+        routing.weighted_sum,
         {"y_ptr": HALVES, "out_ptr": HALVES, "ids_ptr": INTS, "weights_ptr": FLOATS, "map_ptr": INTS, "H": 2048, "num_experts": 128,
-         "experts": 128, "scaling": 2.5, "TOP_K": 8, "SUM": True, "HAS_MAP": True, "BH": 1024}, 4,
+         "experts": 128, "scaling": 2.5, "TOP_K": 8, "SUM": True, "HAS_MAP": True, "PLACES": False, "BH": 1024}, 4,
     ),
     "append": (
         page_kernels.append_tokens,
