@@ -30,6 +30,8 @@ from hal_core.testing.writers import as_markdown
 
 #: Cases of one unit of work, neighbours of one kernel: they share compiled kernels.
 _UNIT = 8
+#: Seconds for cases that began in time; what takes longer is given up, with its unit.
+_GRACE = 15
 
 
 def cases(whole: tuple[str, ...], each: int, without: str):
@@ -86,8 +88,12 @@ def main() -> None:
     count, done, rows = len(cases(*chosen)), frozenset(row["case"] for row in earlier), list(earlier)
     context = multiprocessing.get_context("spawn")
     with context.Pool(options.jobs, begin, chosen) as pool:
-        for found in pool.imap_unordered(work, [(index, done, until) for index in range(count)]):
-            rows += found
+        found = pool.imap_unordered(work, [(index, done, until) for index in range(count)])
+        while True:
+            try:
+                rows += found.next(max(1.0, until + _GRACE - time.time()))
+            except (StopIteration, multiprocessing.TimeoutError):
+                break
     results = tuple(Result(**{**row, "status": Status(row["status"])}) for row in rows)
     kit = kit_of(("cuda",))
     wanted = {case.id for unit in cases(*chosen) for _, case in unit}
