@@ -1,0 +1,77 @@
+"""Our kernels in instructions of GPUs that are not here: dpas in the inner loop, registers that suffice, kernels that do not vanish.
+
+The lane layout of the dpas engine is that of the emulation, which runs; whether a GPU's agrees is for a GPU to say.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import isa
+import pytest
+
+#: Headers with products, and the operands of dpas in each kernel: by a part of its name where there are several.
+HEADERS = {"grouped_int8.hpp": {"int8": ("d", "b", "b")}}
+#: Accesses of spilled registers in the loop over K, by kernel and device: none, unless stated.
+SPILLS: dict[tuple[str, str], int] = {}
+
+CASES = [(header, device) for header in HEADERS for device in isa.DEVICES]
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory):
+    @functools.cache
+    def made(header: str, engine: str, lanes: int) -> bytes:
+        return isa.spirv(header, engine, lanes, tmp_path_factory.mktemp("image"))
+
+    return made
+
+
+@pytest.mark.parametrize(("header", "device"), CASES)
+def test_products_are_dpas_in_the_inner_loop(header, device, image, tmp_path):
+    isa.offline_compiler()
+    found = isa.instructions(image(header, "dpas", isa.DEVICES[device]), device, tmp_path)
+    wanted = isa.kernels_in(header)
+    assert wanted.keys() == found.keys()
+    for name, arguments in wanted.items():
+        (operands,) = (kinds for part, kinds in HEADERS[header].items() if part in name)
+        assert set(found[name].products) == {("8x8", *operands)}, name
+        tiles = [int(word) for word in arguments if word.isdigit()]
+        gated = 2 if "true" in arguments else 1
+        if tiles:
+            assert len(found[name].products) == tiles[0] * tiles[1] * gated, name
+    spilled = {name: kernel.spills for name, kernel in found.items()}
+    assert spilled == {name: SPILLS.get((name, device), 0) for name in found}
+
+
+@pytest.mark.parametrize("header", HEADERS)
+def test_joint_matrix_images_multiply_cooperatively(header, image):
+    found = isa.cooperative_products(image(header, "joint_matrix", 16))
+    wanted = isa.kernels_in(header)
+    assert wanted.keys() <= found.keys()
+    assert all(found[name] > 0 for name in wanted), found
+
+
+def test_a_kernel_without_products_counts_none(image):
+    """The count is of instructions, and not of the header's includes."""
+    found = isa.cooperative_products(image("rows.hpp", "joint_matrix", 16))
+    assert found.keys() >= isa.kernels_in("rows.hpp").keys()
+    assert not any(found.values())
+
+
+def test_what_the_reader_takes_for_a_loop():
+    text = """
+_0_1:
+        mov (16|M0) r1 r2
+_0_2:
+        dpas.8x8 (16|M0)         r44:d         r44:d             r4:b              r40.0:b          {Atomic}
+(W)     load.ugm.d32x32t.a32 (1|M0)  r1:2  ss[a0.2][r126:1] // fill from FP[0*64] of ?; $1093
+(W&f3.0) jmpi                                _0_2
+        dpas.8x4 (16|M0)         r44:f         r44:f             r4:bf             r40.0:bf
+(W)     store.ugm // spill to FP[0*32]
+(W&f3.0) jmpi                                _0_1
+        dpas.8x2 (16|M0)         r44:f         r44:f             r4:hf             r40.0:hf
+"""
+    found = isa._read(text.splitlines())
+    assert found.products == (("8x8", "d", "b", "b"), ("8x4", "f", "bf", "bf"))
+    assert found.spills == 2
