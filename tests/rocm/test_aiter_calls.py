@@ -9,30 +9,37 @@ import types
 
 import aiter_source
 import pytest
+from aiter_source import CITED
 from hal_backend_rocm.aiter_provider import VERSIONS
+from hal_backend_rocm.aiter_provider.attention import ATTEND, STORE, attention_refusals
 from hal_backend_rocm.aiter_provider.calls import NEWER, bind, signature_from
 from hal_backend_rocm.aiter_provider.entries import LINEARS, MOES
 from packaging.specifiers import SpecifierSet
 
 from hal_core.calls import Call, resolve
 from hal_core.errors import ContractError, MissingDependencyError
+from hal_core.kv.scheme import KVScheme
+from hal_core.spec import KVCacheSpec
 
+BF16 = KVScheme("bf16")
 ENTRIES = (*MOES, *LINEARS)
+CALLS = {**{entry.name: entry.call for entry in ENTRIES}, "store": STORE, "attend": ATTEND}
 MOE = MOES[1].call
 
 
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda e: e.name)
-def test_every_call_binds_to_the_published_release(entry):
-    signature = aiter_source.signature(entry.call.function)
-    taken = resolve(entry.call, signature)
-    assert set(entry.call.keywords) - set(entry.call.optional) <= taken
+@pytest.mark.parametrize("name", CALLS)
+def test_every_call_binds_to_the_published_release(name):
+    call = CALLS[name]
+    signature = aiter_source.signature(call.function)
+    taken = resolve(call, signature)
+    assert set(call.keywords) - set(call.optional) <= taken
     signature.bind(**dict.fromkeys(taken))
 
 
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda e: e.name)
-def test_every_call_binds_to_the_newer_source(entry):
-    signature = signature_from(NEWER[entry.call.function])
-    signature.bind(**dict.fromkeys(resolve(entry.call, signature)))
+@pytest.mark.parametrize("name", CALLS)
+def test_every_call_binds_to_the_newer_source(name):
+    signature = signature_from(NEWER[CALLS[name].function])
+    signature.bind(**dict.fromkeys(resolve(CALLS[name], signature)))
 
 
 @pytest.mark.parametrize("path", NEWER)
@@ -91,19 +98,10 @@ def test_what_is_missing_is_named(monkeypatch):
         bind(MOE)
 
 
-#: What stands in the lines that conditions cite.
-CITED = {
-    "aiter/ops/shuffle.py:17-18": r"assert x\.shape\[-2\] % BN == 0(.|\n)*assert x\.shape\[-1\] % BK == 0",
-    "aiter/fused_moe.py:385-390": r"fc_scale_blkn=128(.|\n)*fc_scale_blkk=128",
-    "aiter/fused_moe.py:459": r"Silu,\s+QuantType\.per_Token,.*dtypes\.i8,\s+dtypes\.i8,\s+True",
-    "csrc/py_itfs_cu/asm_moe_2stage.cu:187": r"inter_dim % cfg\.tile_N == 0",
-    "csrc/py_itfs_cu/asm_fmoe.cu:277": r"inter_dim % cfg\.subGU_n",
-}
-
-
 def test_conditions_stand_where_they_are_cited():
-    cited = " ".join(c.source for e in ENTRIES for c in e.conditions) + " ".join(e.target_source for e in ENTRIES)
-    assert set(re.findall(r"(?:aiter|csrc)/[\w/.]+:[\d-]+", cited)) == set(CITED)
+    cited = " ".join(text for e in ENTRIES for text in (e.target_source, e.activation_source, *(c.source for c in e.conditions)))
+    cited += "".join(reason.found for reason in attention_refusals(KVCacheSpec(17, 1, 64, 16, BF16, BF16), "gfx942"))
+    assert set(re.findall(r"(?:aiter|csrc|3rdparty)/[\w/.]+:[\d-]+", cited)) <= set(CITED)
     for place, wanted in CITED.items():
         name, _, lines = place.rpartition(":")
         first, _, last = lines.partition("-")

@@ -25,6 +25,11 @@ NEWER = {
         "splitk= swiglu_limit= beta= linear_beta= gate_mode= shared_w1= shared_w2= shared_w1_scale= shared_w2_scale= "
         "shared_expert_id= stage2_scatter="
     ),
+    "aiter.ops.cache.reshape_and_cache": "key value key_cache value_cache slot_mapping kv_cache_dtype k_scale= v_scale= asm_layout=",
+    "aiter.ops.attention.paged_attention_rocm": (
+        "out exp_sums max_logits tmp_out query key_cache value_cache num_kv_heads scale block_tables context_lens block_size "
+        "max_context_len alibi_slopes kv_cache_dtype k_scale v_scale fp8_out_scale= partition_size= mtp= q_scale="
+    ),
     "aiter.ops.gemm_op_a8w8.gemm_a8w8": "XQ WQ x_scale w_scale bias= dtype= splitK=",
     "aiter.ops.gemm_op_a8w8.gemm_a8w8_bpreshuffle": "XQ WQ x_scale w_scale bias= dtype= check=",
     "aiter.ops.gemm_op_a8w8.gemm_a8w8_blockscale": "XQ WQ x_scale w_scale dtype= isBpreshuffled=",

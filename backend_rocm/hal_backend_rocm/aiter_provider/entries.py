@@ -8,14 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hal_backend_rocm.aiter_provider import VERSIONS
 from hal_core.calls import Call
 from hal_core.kernel import SchemeSet
 from hal_core.numerics import ActivationQuant, Numerics
 from hal_core.refusal import Refusal
 from hal_core.schemes import GranularityKind, ZeroKind
+from hal_core.spec import Activation, MoESpec
 
 if TYPE_CHECKING:
-    from hal_core.spec import LinearSpec, MoESpec
+    from hal_core.spec import LinearSpec
 
 __all__ = ["LINEARS", "MOES", "Condition", "Entry", "entry_refusals"]
 
@@ -35,9 +37,12 @@ class Condition:
 
 @dataclass(frozen=True)
 class Entry:
-    """One kernel. quant_type: AITER's word for its scales, for experts. shuffled: weights lie in AITER's tile order.
+    """One kernel.
 
-    targets: architectures, with the line that limits them where there is one.
+    targets: architectures, with the line that limits them where there is one. versions: of AITER, where not all that are known.
+    quant_type: AITER's word for its scales, for experts. activation: with the numbers that AITER fixes, and the line where it does.
+    form: how weights lie: ``plain``, in AITER's ``tiles``, ``int4`` words of them, ``mxfp4`` bytes in tiles, or ``mxfp4_striped``, the
+    same with gate and up by turns. pad: hidden and intermediate are widened to a multiple, with zeros.
     """
 
     name: str
@@ -47,8 +52,13 @@ class Entry:
     conditions: tuple[Condition, ...]
     quant_type: str = ""
     quant: ActivationQuant | None = None
-    shuffled: bool = True
+    form: str = "tiles"
     target_source: str = ""
+    activation: Activation = Activation("silu")
+    activation_source: str = ""
+    bias: bool = False
+    pad: int = 1
+    versions: str = VERSIONS
 
     @property
     def numerics(self) -> Numerics:
@@ -58,17 +68,30 @@ class Entry:
     def fp8(self) -> bool:
         return self.schemes.dtypes == ("fp8_e4m3",)
 
+    @property
+    def shuffled(self) -> bool:
+        """What AITER is told of the weights; it looks only where both orders are served, which int4 is not."""
+        return self.form not in {"plain", "int4"}
+
+    def padded(self, size: int) -> int:
+        """A size of the packed weights."""
+        return -(-size // self.pad) * self.pad
+
 
 def _set(dtype: str, kind: GranularityKind) -> SchemeSet:
     return SchemeSet((dtype,), (kind,), (ZeroKind.NONE,), act_order=False)
 
 
-def _moe(*scales: str) -> Call:
-    given = ("hidden_states", "w1", "w2", "topk_weight", "topk_ids", "activation", "quant_type", *scales, "dtype")
+def _moe(*more: str) -> Call:
+    given = ("hidden_states", "w1", "w2", "topk_weight", "topk_ids", "activation", "quant_type", *more, "dtype")
     return Call("aiter.fused_moe.fused_moe", (*given, "hidden_pad", "intermediate_pad"), ("hidden_pad", "intermediate_pad"))
 
 
-_CHANNEL, _BLOCK = GranularityKind.CHANNEL, GranularityKind.BLOCK
+_CHANNEL, _BLOCK, _GROUP = GranularityKind.CHANNEL, GranularityKind.BLOCK, GranularityKind.GROUP
+_MXFP4 = SchemeSet(("mxfp4",), (_GROUP,), (ZeroKind.NONE,), act_order=False, group_multiple=32)
+_CK4 = "csrc/ck_gemm_moe_2stages_codegen/gemm_moe_ck2stages_common.py"
+_SCALED = "a limit of ours: gfx950 has the scaled matrix instructions"
+_SWIGLU = "3rdparty/composable_kernel/include/ck_tile/ops/flatmm/kernel/moe_flatmm_kernel.hpp:155"
 _TOKENS, _GROUPS = ActivationQuant("fp8_e4m3", "token"), ActivationQuant("fp8_e4m3", "g128")
 _STAGE1 = "csrc/py_itfs_cu/asm_moe_2stage.cu:187, hsa/*/fmoe_2stages/*.csv tile_n"
 _SCALES = ("w1_scale", "w2_scale")
@@ -92,11 +115,26 @@ MOES = (
         (Condition("hidden", 32, _SHUFFLE), Condition("intermediate", 128, "csrc/py_itfs_cu/asm_fmoe.cu:277, 300")),
         "per_Token", ActivationQuant("int8", "token"), target_source="aiter/fused_moe.py:459 has int8 for gfx942 alone",
     ),
+    Entry(
+        "int4_fp8", _moe(*_SCALES), _set("int4", _CHANNEL), _CDNA3,
+        (Condition("hidden", 128, f"{_CK4}:183-186"), Condition("intermediate", 128, f"{_CK4}:277-280")), "per_Token", _TOKENS, "int4",
+    ),
+    # Kernels find a row's scales by K alone, and scales lie in tiles of 8 groups of 32: widths are multiples of 256.
+    Entry(
+        "mxfp4", _moe(*_SCALES), _MXFP4, ("gfx950",), (), "per_1x32", ActivationQuant("mxfp4", "g32"), "mxfp4", pad=256,
+        target_source=_SCALED,
+    ),
+    # Newer sources quantize the inputs of large batches, so that only the release is known to be exact.
+    Entry(
+        "mxfp4_bf16", _moe(*_SCALES, "bias1", "bias2"), _MXFP4, ("gfx950",), (), "per_1x32", None, "mxfp4_striped", pad=256, bias=True,
+        activation=Activation("swiglu_oai", 1.702, 7.0), activation_source=_SWIGLU, versions=">=0.1.7.dev0,<0.1.8",
+        target_source=_SCALED,
+    ),
 )  # fmt: skip
 LINEARS = (
     Entry(
         "a8w8_int8", Call(f"{_GEMM}.gemm_a8w8", _LINEAR), _set("int8", _CHANNEL), _CDNA3,
-        (Condition("n", 16, ""), Condition("k", 16, "")), quant=ActivationQuant("int8", "token"), shuffled=False,
+        (Condition("n", 16, ""), Condition("k", 16, "")), quant=ActivationQuant("int8", "token"), form="plain",
     ),
     Entry(
         "a8w8_fp8", Call(f"{_GEMM}.gemm_a8w8_bpreshuffle", _LINEAR), _set("fp8_e4m3", _CHANNEL), _CDNA3,
@@ -104,7 +142,7 @@ LINEARS = (
     ),
     Entry(
         "a8w8_fp8_block", Call(f"{_GEMM}.gemm_a8w8_blockscale", _LINEAR), _set("fp8_e4m3", _BLOCK), _CDNA3,
-        (Condition("n", 128, ""), Condition("k", 128, "")), quant=_GROUPS, shuffled=False,
+        (Condition("n", 128, ""), Condition("k", 128, "")), quant=_GROUPS, form="plain",
     ),
 )  # fmt: skip
 
@@ -128,4 +166,10 @@ def entry_refusals(entry: Entry, spec: LinearSpec | MoESpec, target: str) -> tup
     schemes = spec.schemes if hasattr(spec, "schemes") else (spec.weights,)
     blocks = {tuple(s.granularity.block) for s in schemes if s.granularity.block is not None} - {(128, 128)}
     asked = [f"scales per block of {rows}x{columns}" for rows, columns in sorted(blocks)]
-    return (*out, *(Refusal("scheme.granularity", a, "serves blocks of 128x128", "use another kernel") for a in asked))
+    out += [Refusal("scheme.granularity", a, "serves blocks of 128x128", "use another kernel") for a in asked]
+    groups = {s.granularity.group for s in schemes} - {None, 32}
+    out += [Refusal("scheme.group", f"groups of {g}", "serves groups of 32", "use another kernel") for g in sorted(filter(None, groups))]
+    if isinstance(spec, MoESpec) and spec.activation.kind == entry.activation.kind and spec.activation != entry.activation:
+        found = f"serves {entry.activation} ({entry.activation_source})"
+        out.append(Refusal("epilogue.activation", str(spec.activation), found, "use another kernel"))
+    return tuple(out)

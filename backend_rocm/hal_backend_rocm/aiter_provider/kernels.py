@@ -1,38 +1,35 @@
-"""AITER's experts and linears as kernels: one for each entry. Declared and bound on every machine, run on none."""
+"""AITER's experts, linears and attention as kernels. Declared and bound on every machine, run on none."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
-from hal_backend_rocm.aiter_provider import DISTRIBUTION, INSTALL, VERSIONS
+from hal_backend_rocm.aiter_provider import DISTRIBUTION
+from hal_backend_rocm.aiter_provider.attention import AiterKV
 from hal_backend_rocm.aiter_provider.entries import LINEARS, MOES, Entry, entry_refusals
-from hal_backend_rocm.targets import torch_refusals
+from hal_backend_rocm.aiter_provider.served import provider_refusals
 from hal_core.kernel import LinearEpilogue, LinearKernel, MoEEpilogue, MoEKernel
-from hal_core.packages import package_refusals
-from hal_core.refusal import Refusal
+from hal_core.selection import widened
 
 if TYPE_CHECKING:
     from hal_backend_rocm.aiter_provider.ops import AiterExperts, AiterLinear
     from hal_core.kernel import LinearWeights, MoEWeights
     from hal_core.machine import Machine
+    from hal_core.refusal import Refusal
+    from hal_core.selection import Padding
     from hal_core.spec import LinearSpec, MoESpec
 
 __all__ = ["KERNELS", "LinearAiter", "MoEAiter"]
 
 #: Above this backend's Triton kernels, whose tiles nobody has tuned.
 _PRIORITY = 250
-
-
-def _refusals(entry: Entry, spec: LinearSpec | MoESpec, machine: Machine) -> tuple[Refusal, ...]:
-    """What the machine lacks, and what no GPU of it is served with."""
-    targets = sorted({device.architecture for device in machine.devices if device.kind == "rocm"})
-    each = [entry_refusals(entry, spec, target) for target in targets]
-    own = () if not each or not all(each) else tuple(dict.fromkeys(reason for reasons in each for reason in reasons))
-    return (*package_refusals(machine, DISTRIBUTION, VERSIONS, INSTALL), *torch_refusals(machine), *own)
+#: Of experts, by what their activations are quantized to.
+_ERROR_BOUNDS = {"exact": 6e-3, "int8": 5e-2, "fp8_e4m3": 1.5e-1, "mxfp4": 4e-1}
 
 
 class MoEAiter(MoEKernel):
-    """A block of experts by ``aiter.fused_moe``; gated, silu, bf16."""
+    """A block of gated experts by ``aiter.fused_moe``, bf16 in and out."""
 
     devices = ("rocm",)
     isa = ()
@@ -40,10 +37,6 @@ class MoEAiter(MoEKernel):
     dtypes = ("bf16",)
     out_dtypes = ("bf16",)
     routing = ("routed",)
-    epilogue = MoEEpilogue(
-        activations=("silu",), alpha=False, limit=False, gated=True, ungated=False, bias=False, mixed_schemes=False, expert_map=False,
-        expert_parallel=False, router_weight_on_input=False, routed_scaling=True, shared_experts=False, lora=False,
-    )  # fmt: skip
     limits = ()
     m_range = (1, None)
     priority = _PRIORITY
@@ -53,11 +46,21 @@ class MoEAiter(MoEKernel):
         self._entry = entry
         self.name = f"moe_aiter_{entry.name}"
         self.schemes, self.numerics = entry.schemes, entry.numerics
-        self.layout = f"aiter.{entry.name}"
-        self.error_bound = 6e-3 if entry.quant is None else 1.5e-1 if entry.fp8 else 5e-2
+        self.layout, act = f"aiter.{entry.name}", entry.activation
+        self.error_bound = _ERROR_BOUNDS["exact" if entry.quant is None else entry.quant.dtype]
+        self.epilogue = MoEEpilogue(
+            activations=(act.kind,), alpha=act.alpha is not None, limit=act.limit is not None, gated=True, ungated=False, bias=entry.bias,
+            mixed_schemes=False, expert_map=False, expert_parallel=False, router_weight_on_input=False, routed_scaling=True,
+            shared_experts=False, lora=False,
+        )  # fmt: skip
 
     def refusals(self, spec: MoESpec, machine: Machine) -> tuple[Refusal, ...]:
-        return (*super().refusals(spec, machine), *_refusals(self._entry, spec, machine))
+        entry = self._entry
+        return (*super().refusals(spec, machine), *provider_refusals(machine, entry.versions, partial(entry_refusals, entry, spec)))
+
+    def padding(self, spec: MoESpec) -> tuple[Padding, ...]:
+        pad = self._entry.pad
+        return widened(("hidden", spec.hidden, pad), ("intermediate", spec.intermediate, pad))
 
     def prepare(self, spec: MoESpec, weights: MoEWeights) -> AiterExperts:
         from hal_backend_rocm.aiter_provider.ops import AiterExperts
@@ -87,7 +90,8 @@ class LinearAiter(LinearKernel):
         self.error_bound = 1e-1 if entry.fp8 else 3e-2
 
     def refusals(self, spec: LinearSpec, machine: Machine) -> tuple[Refusal, ...]:
-        return (*super().refusals(spec, machine), *_refusals(self._entry, spec, machine))
+        entry = self._entry
+        return (*super().refusals(spec, machine), *provider_refusals(machine, entry.versions, partial(entry_refusals, entry, spec)))
 
     def prepare(self, spec: LinearSpec, weights: LinearWeights) -> AiterLinear:
         from hal_backend_rocm.aiter_provider.ops import AiterLinear
@@ -95,4 +99,4 @@ class LinearAiter(LinearKernel):
         return AiterLinear(spec, weights, self._entry)
 
 
-KERNELS = (*(MoEAiter(entry) for entry in MOES), *(LinearAiter(entry) for entry in LINEARS))
+KERNELS = (*(MoEAiter(entry) for entry in MOES), *(LinearAiter(entry) for entry in LINEARS), AiterKV())

@@ -7,15 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 
 from hal_backend_rocm.aiter_provider.calls import bind
-from hal_backend_rocm.aiter_provider.entries import Entry, entry_refusals
-from hal_backend_rocm.aiter_provider.layouts import shuffled
-from hal_backend_rocm.fnuz import to_fnuz
-from hal_backend_rocm.targets import FP8_TYPE
+from hal_backend_rocm.aiter_provider.weights import experts_tensors, linear_tensors
 from hal_core.check import device_flag
-from hal_core.codes import effective_scales
-from hal_core.errors import ContractError, ShapeError, UnfitWeightsError
+from hal_core.errors import ContractError, ShapeError
 from hal_core.ops import MoEExperts, QuantLinear, Routed
 from hal_core.triton.launch import arch_of, direct, flag_only, quantize_fp8, quantize_int8
 from hal_core.weight_checks import check_linear_weights, check_moe_weights, check_same_kind, kinds_of, refuse_gradients
@@ -23,46 +20,15 @@ from hal_core.weight_checks import check_linear_weights, check_moe_weights, chec
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hal_core.canonical import QuantizedTensor
+    from hal_backend_rocm.aiter_provider.entries import Entry
     from hal_core.kernel import LinearWeights, MoEWeights
     from hal_core.spec import LinearSpec, MoESpec
 
-__all__ = ["AiterExperts", "AiterLinear", "experts_tensors", "linear_tensors", "report_wrong_ids"]
+__all__ = ["AiterExperts", "AiterLinear", "report_wrong_ids"]
 
-
-def _served(entry: Entry, spec: LinearSpec | MoESpec, target: str) -> None:
-    """The predicate of selection once more: no weight is converted for a call that would not be made."""
-    reasons = entry_refusals(entry, spec, target)
-    if reasons:
-        raise UnfitWeightsError(f"AITER's {entry.name}", "; ".join(reason.found for reason in reasons), reasons[0].fix)
-
-
-def _matrix(entry: Entry, target: str, weights: list[QuantizedTensor]) -> tuple[Tensor, Tensor | None]:
-    """Values ``[.., N, K]`` one matrix above the other, in the target's own fp8, and float32 scales beside them."""
-    values = torch.cat([weight.values for weight in weights], dim=-2)
-    grids = [effective_scales(weight.scales, None).float() for weight in weights if weight.scales is not None]
-    scales = torch.cat(grids, dim=-2) if grids else None
-    if entry.fp8 and FP8_TYPE[target] == "e4m3fnuz":
-        values, scales = to_fnuz(values), None if scales is None else 2 * scales
-    return (shuffled(values) if entry.shuffled else values).contiguous(), None if scales is None else scales.contiguous()
-
-
-def experts_tensors(entry: Entry, spec: MoESpec, weights: MoEWeights, target: str) -> dict[str, Tensor]:
-    """Tensors by the names of ``fused_moe``: gate above up in ``w1 [E, 2 I, H]``, down in ``w2 [E, H, I]``."""
-    _served(entry, spec, target)
-    assert weights.gate is not None  # entries serve gated experts alone
-    w1, w1_scale = _matrix(entry, target, [weights.gate, weights.up])
-    w2, w2_scale = _matrix(entry, target, [weights.down])
-    found = {"w1": w1, "w2": w2, "w1_scale": w1_scale, "w2_scale": w2_scale}
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
-
-
-def linear_tensors(entry: Entry, spec: LinearSpec, weights: LinearWeights, target: str) -> dict[str, Tensor]:
-    """Tensors by the names of the product: ``WQ [N, K]``, ``w_scale [N, 1]`` or the grid of blocks."""
-    _served(entry, spec, target)
-    values, scales = _matrix(entry, target, [weights.weight])
-    assert scales is not None  # 8-bit schemes have scales
-    return {"WQ": values, "w_scale": scales}
+_ACTIVATIONS = {"silu": "Silu", "swiglu_oai": "Swiglu"}
+#: The types of packed tensors as AITER knows them, by their names, where they are stored as bytes.
+_FP4, _E8M0 = torch.float4_e2m1fn_x2, torch.float8_e8m0fnu
 
 
 class _Held(nn.Module):
@@ -90,6 +56,8 @@ class _Held(nn.Module):
     def _weight(self, name: str) -> Tensor:
         """AITER reads an attribute of the tensor, which copies and moves lose, so it is set at each call."""
         found = self.get_buffer(name)
+        if self.entry.form.startswith("mxfp4"):
+            found = found.view(_FP4)
         found.is_shuffled = self.entry.shuffled  # type: ignore[attr-defined]
         return found
 
@@ -109,10 +77,10 @@ def _rows(asked: str, x: Any, k: int, device: torch.device) -> Tensor:
 
 def _into(asked: str, out: Tensor | None, y: Tensor, shape: tuple[int, ...]) -> Tensor:
     if out is None:
-        return y.view(shape)
+        return y.reshape(shape)
     if tuple(out.shape) != shape or out.dtype != y.dtype or out.device != y.device:
         raise ShapeError(f"{asked} out", f"{out.dtype} {list(out.shape)} on {out.device}", f"give {y.dtype} {list(shape)} on {y.device}")
-    return out.copy_(y.view(shape))
+    return out.copy_(y.reshape(shape))
 
 
 def _enum(kind: str, name: str) -> Any:
@@ -144,12 +112,15 @@ class AiterExperts(_Held, MoEExperts):
     def arguments(self, x: Tensor, ids: Tensor, weights: Tensor) -> dict[str, Any]:
         """What the call is made with. A slot that goes nowhere becomes expert 0 with a weight of 0: AITER has no word for it."""
         skipped = (ids < 0) | (ids >= self.spec.num_experts)
-        scales = {name: self.get_buffer(name) for name in ("w1_scale", "w2_scale") if name in self._buffers}
+        held = {name: self.get_buffer(name) for name in ("w1_scale", "w2_scale", "bias1", "bias2") if name in self._buffers}
+        held = {name: tensor.view(_E8M0) if tensor.dtype == torch.uint8 else tensor for name, tensor in held.items()}
         return {
-            "hidden_states": x, "w1": self._weight("w1"), "w2": self._weight("w2"),
+            "hidden_states": pad(x, (0, self.entry.padded(x.shape[-1]) - x.shape[-1])), "w1": self._weight("w1"), "w2": self._weight("w2"),
             "topk_weight": torch.where(skipped, 0.0, weights.float() * self.spec.routed_scaling).contiguous(),
             "topk_ids": torch.where(skipped, 0, ids).to(torch.int32).contiguous(),
-            "activation": _enum("ActivationType", "Silu"), "quant_type": _enum("QuantType", self.entry.quant_type), **scales,
+            "activation": _enum("ActivationType", _ACTIVATIONS[self.entry.activation.kind]),
+            "quant_type": _enum("QuantType", self.entry.quant_type), **held,
+            # What is padded is zero and may be computed; what AITER leaves out it does not write, and then reads.
             "dtype": torch.bfloat16, "hidden_pad": 0, "intermediate_pad": 0,
         }  # fmt: skip
 
@@ -166,7 +137,7 @@ class AiterExperts(_Held, MoEExperts):
             raise ShapeError(asked, found, f"give x [T, {spec.hidden}], integer ids and weights [T, {spec.top_k}]")
         if rows.is_cuda and rows.shape[0]:
             report_wrong_ids(ids, spec.num_experts)
-        y = self.bound(self.arguments(rows, ids, weights)) if rows.shape[0] else torch.empty_like(rows)
+        y = self.bound(self.arguments(rows, ids, weights))[:, : spec.hidden] if rows.shape[0] else torch.empty_like(rows)
         return _into(asked, out, y, tuple(rows.shape))
 
     def update(self, weights: MoEWeights) -> None:
