@@ -40,8 +40,8 @@ def kernels_in(header: str) -> dict[str, tuple[str, ...]]:
     return {**dict.fromkeys(plain, ()), **{name: tuple(re.findall(r"[\w:]+", more)) for name, more in made}}
 
 
-def spirv(header: str, engine: str, lanes: int, folder: Path) -> bytes:
-    """The SPIR-V of a header in an engine of ``lanes`` columns."""
+def spirv(header: str, engine: str, lanes: int, folder: Path) -> tuple[bytes, ...]:
+    """The images of a header in an engine of ``lanes`` columns: the compiler parts kernels that need different features of a device."""
     environment = {
         **os.environ,
         "SYCL_DUMP_IMAGES": "1",
@@ -51,13 +51,17 @@ def spirv(header: str, engine: str, lanes: int, folder: Path) -> bytes:
     done = subprocess.run(
         [sys.executable, "-c", _DUMP, header, engine, str(lanes)], env=environment, capture_output=True, text=True, check=False, timeout=200
     )
-    (image,) = sorted(folder.glob(f"{engine}{lanes}_*.spv")) or [None]
-    assert image is not None, f"{header} does not compile for {engine}: {done.stdout}{done.stderr}"
-    return image.read_bytes()
+    images = sorted(folder.glob(f"{engine}{lanes}_*.spv"))
+    assert images, f"{header} does not compile for {engine}: {done.stdout}{done.stderr}"
+    return tuple(image.read_bytes() for image in images)
 
 
-def cooperative_products(image: bytes) -> dict[str, int]:
+def cooperative_products(images: tuple[bytes, ...]) -> dict[str, int]:
     """OpCooperativeMatrixMulAddKHR by kernel, those of called functions among them (SPIR-V specification, unified1)."""
+    return {name: count for image in images for name, count in _products(image).items()}
+
+
+def _products(image: bytes) -> dict[str, int]:
     words = struct.unpack(f"<{len(image) // 4}I", image)
     assert words[0] == 0x07230203, "not SPIR-V"
     entries, calls, products, at, here = {}, {}, {}, 5, 0
@@ -99,15 +103,16 @@ def offline_compiler() -> str:
     return found
 
 
-def instructions(image: bytes, device: str, folder: Path) -> dict[str, Instructions]:
-    """Every kernel of an image, compiled for ``device``."""
+def instructions(images: tuple[bytes, ...], device: str, folder: Path) -> dict[str, Instructions]:
+    """Every kernel of some images, compiled for ``device``."""
     compiler = offline_compiler()
     dumps, source = folder / "dumps", folder / "image.spv"
-    source.write_bytes(image)
     environment = {**os.environ, "IGC_ShaderDumpEnable": "1", "IGC_DumpToCustomDir": str(dumps)}
     command = [compiler, "compile", "-file", str(source), "-spirv_input", "-device", device, "-output", "out", "-out_dir", str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=250, cwd=folder)
-    assert "Build succeeded." in done.stdout, f"{device}: {done.stdout}{done.stderr}"
+    for image in images:
+        source.write_bytes(image)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=250, cwd=folder)
+        assert "Build succeeded." in done.stdout, f"{device}: {done.stdout}{done.stderr}"
     found = {}
     for path in sorted(dumps.glob("*.asm")):
         text = path.read_text(errors="replace")
@@ -131,5 +136,5 @@ def _read(lines: list[str]) -> Instructions:
         if found and around:
             products.append(found.groups())
             inner.add(min(around)[1:])
-    spills = sum("spill to" in line or "fill from" in line for first, last in inner for line in lines[first:last])
-    return Instructions(tuple(products), spills)
+    inside = {at for first, last in inner for at in range(first, last)}
+    return Instructions(tuple(products), sum("spill to" in lines[at] or "fill from" in lines[at] for at in inside))

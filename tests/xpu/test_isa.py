@@ -21,7 +21,7 @@ CASES = [(header, device) for header in HEADERS for device in isa.DEVICES]
 @pytest.fixture(scope="module")
 def image(tmp_path_factory):
     @functools.cache
-    def made(header: str, engine: str, lanes: int) -> bytes:
+    def made(header: str, engine: str, lanes: int) -> tuple[bytes, ...]:
         return isa.spirv(header, engine, lanes, tmp_path_factory.mktemp("image"))
 
     return made
