@@ -26,11 +26,12 @@ thread_local std::string error;
 
 /// Kernels by name; what they came from is kept as long as they are.
 struct Program {
-  std::unique_ptr<Executable> bundle;
-  std::unique_ptr<hal_xpu::OpenclProgram> opencl;
+  std::vector<Executable> bundles;
+  std::vector<std::unique_ptr<hal_xpu::OpenclProgram>> binaries;
   sycl::queue queue;
   std::map<std::string, std::unique_ptr<sycl::kernel>> kernels;
   std::mutex lock;
+  bool from_source = true;
 };
 
 template <typename R, typename F> R guarded(R failed, F &&body) {
@@ -101,30 +102,34 @@ std::string described(sycl::device device) {
          ",\"matrices\":" + matrices(device) + "}";
 }
 
-void *program_of(sycl::queue &queue, Executable bundle) {
-  auto *program = new Program{std::make_unique<Executable>(std::move(bundle)), nullptr, queue, {}, {}};
-  return program;
-}
+void *program_of(sycl::queue &queue, Executable bundle) { return new Program{{std::move(bundle)}, {}, queue, {}, {}, true}; }
 
-sycl::kernel found_kernel(Program &program, const std::string &name) {
-  if (program.opencl) return program.opencl->kernel("__sycl_kernel_" + name, program.queue);
-  // kernels of a SPIR-V image have the compiler's names, those of a source the names in it
-  for (const auto &spelled : {name, "__sycl_kernel_" + name})
-    if (program.bundle->ext_oneapi_has_kernel(spelled)) return program.bundle->ext_oneapi_get_kernel(spelled);
+std::unique_ptr<sycl::kernel> found_kernel(Program &program, const std::string &name) {
+  // kernels of an image have the compiler's names, those of a source the names in it
+  const std::string spelled = "__sycl_kernel_" + name;
+  for (const auto &binary : program.binaries)
+    if (auto found = binary->kernel(spelled, program.queue)) return found;
+  for (auto &bundle : program.bundles)
+    for (const auto &each : {name, spelled})
+      if (bundle.ext_oneapi_has_kernel(each)) return std::make_unique<sycl::kernel>(bundle.ext_oneapi_get_kernel(each));
   throw std::runtime_error("no kernel " + name + " in the program: this device's compiler dropped it, or it is not in the source");
 }
 
-std::vector<std::byte> spirv_of(const Executable &bundle) {
-  std::vector<std::byte> all;
-  int images = 0;
-  for (const auto &image : bundle) {
-    all = image.ext_oneapi_get_backend_content();
-    ++images;
-  }
+/// SPIR-V of all images; empty where the runtime gives one in another form.
+std::vector<std::vector<std::byte>> spirv_of(const Executable &bundle) {
+  std::vector<std::vector<std::byte>> all;
   const uint32_t magic = 0x07230203;
-  // several images, or one in another form, are compiled anew in each process
-  if (images != 1 || all.size() < 4 || std::memcmp(all.data(), &magic, 4) != 0) return {};
+  for (const auto &image : bundle) {
+    all.push_back(image.ext_oneapi_get_backend_content());
+    if (all.back().size() < sizeof magic || std::memcmp(all.back().data(), &magic, sizeof magic) != 0) return {};
+  }
   return all;
+}
+
+Executable from_spirv(sycl::queue &queue, const std::byte *first, size_t size) {
+  const std::vector<std::byte> words(first, first + size);
+  auto text = syclex::create_kernel_bundle_from_source(queue.get_context(), syclex::source_language::spirv, words);
+  return syclex::build(text);
 }
 
 void set_argument(sycl::handler &handler, int at, const hal_xpu_arg &arg) {
@@ -183,31 +188,32 @@ void *hal_xpu_compile(void *queue, const char *source, const char *const *option
   return made;
 }
 
-void *hal_xpu_load_spirv(void *queue, const void *data, int64_t size) {
+void *hal_xpu_load(void *queue, int32_t binary, const void *data, const int64_t *sizes, int32_t count) {
   return guarded<void *>(nullptr, [&]() -> void * {
     auto &q = queue_of(queue);
-    const auto *first = static_cast<const std::byte *>(data);
-    const std::vector<std::byte> words(first, first + size);
-    auto text = syclex::create_kernel_bundle_from_source(q.get_context(), syclex::source_language::spirv, words);
-    return program_of(q, syclex::build(text));
+    auto program = std::unique_ptr<Program>(new Program{{}, {}, q, {}, {}, false});
+    const auto *at = static_cast<const std::byte *>(data);
+    for (int32_t i = 0; i < count; at += sizes[i++]) {
+      if (binary) program->binaries.push_back(hal_xpu::OpenclProgram::load(q, at, static_cast<size_t>(sizes[i])));
+      else program->bundles.push_back(from_spirv(q, at, static_cast<size_t>(sizes[i])));
+    }
+    return program.release();
   });
 }
 
-void *hal_xpu_load_binary(void *queue, const void *data, int64_t size) {
-  return guarded<void *>(nullptr, [&]() -> void * {
-    auto &q = queue_of(queue);
-    auto *program = new Program{nullptr, hal_xpu::OpenclProgram::load(q, data, static_cast<size_t>(size)), q, {}, {}};
-    return program;
-  });
-}
-
-int64_t hal_xpu_image(void *program, int32_t binary, void *out, int64_t size) {
+int64_t hal_xpu_image(void *program, int32_t binary, int32_t index, void *out, int64_t size) {
   return guarded<int64_t>(-1, [&]() -> int64_t {
     auto &p = *static_cast<Program *>(program);
-    if (!p.bundle) return 0;
-    const auto bytes = binary ? hal_xpu::opencl_binary(*p.bundle, p.queue) : spirv_of(*p.bundle);
+    std::vector<std::vector<std::byte>> all;
+    // a bundle made from SPIR-V does not give it back
+    for (const auto &bundle : p.bundles)
+      for (auto &image : binary            ? hal_xpu::opencl_binaries(bundle, p.queue)
+                         : p.from_source ? spirv_of(bundle)
+                                         : std::vector<std::vector<std::byte>>{}) all.push_back(std::move(image));
+    if (index < 0 || static_cast<size_t>(index) >= all.size()) return 0;
+    const auto &bytes = all[index];
     const auto needed = static_cast<int64_t>(bytes.size());
-    if (out && needed && size >= needed) std::memcpy(out, bytes.data(), bytes.size());
+    if (out && size >= needed) std::memcpy(out, bytes.data(), bytes.size());
     return needed;
   });
 }
@@ -217,7 +223,7 @@ void *hal_xpu_kernel(void *program, const char *name) {
     auto &p = *static_cast<Program *>(program);
     std::lock_guard<std::mutex> hold(p.lock);
     auto &kept = p.kernels[name];
-    if (!kept) kept = std::make_unique<sycl::kernel>(found_kernel(p, name));
+    if (!kept) kept = found_kernel(p, name);
     return kept.get();
   });
 }

@@ -26,10 +26,10 @@ HAL_XPU_API void *hal_xpu_cpu_queue();
 HAL_XPU_API int64_t hal_xpu_describe(void *queue, char *out, int64_t size);
 /// A program from SYCL source, from SPIR-V, or from a device binary that hal_xpu_image gave before.
 HAL_XPU_API void *hal_xpu_compile(void *queue, const char *source, const char *const *options, int32_t count);
-HAL_XPU_API void *hal_xpu_load_spirv(void *queue, const void *data, int64_t size);
-HAL_XPU_API void *hal_xpu_load_binary(void *queue, const void *data, int64_t size);
-/// SPIR-V (binary == 0) or device binary of a program. Returns its size, 0 where there is none; written if `size` suffices.
-HAL_XPU_API int64_t hal_xpu_image(void *program, int32_t binary, void *out, int64_t size);
+/// Images lie one after another. Kernels of different needs (half precision) are images of their own.
+HAL_XPU_API void *hal_xpu_load(void *queue, int32_t binary, const void *data, const int64_t *sizes, int32_t count);
+/// Image `index` of a program as SPIR-V (binary == 0) or for its device. Returns its size, 0 where there is none; written if `size` suffices.
+HAL_XPU_API int64_t hal_xpu_image(void *program, int32_t binary, int32_t index, void *out, int64_t size);
 /// A kernel by name; owned by the program. Null where the device's compiler dropped it.
 HAL_XPU_API void *hal_xpu_kernel(void *program, const char *name);
 HAL_XPU_API void hal_xpu_release(void *program);

@@ -29,16 +29,17 @@ void expect(cl_int result, const char *what) {
 
 } // namespace
 
-std::vector<std::byte> opencl_binary(const sycl::kernel_bundle<sycl::bundle_state::executable> &bundle, const sycl::queue &queue) {
-  if (queue.get_backend() != OPENCL) return {};
-  const auto programs = sycl::get_native<OPENCL>(bundle);
-  if (programs.size() != 1) return {};
-  size_t size = 0;
-  expect(HAL_CL(clGetProgramInfo)(programs[0], CL_PROGRAM_BINARY_SIZES, sizeof size, &size, nullptr), "clGetProgramInfo");
-  std::vector<std::byte> binary(size);
-  auto *at = reinterpret_cast<unsigned char *>(binary.data());
-  if (size) expect(HAL_CL(clGetProgramInfo)(programs[0], CL_PROGRAM_BINARIES, sizeof at, &at, nullptr), "clGetProgramInfo");
-  return binary;
+std::vector<std::vector<std::byte>> opencl_binaries(const sycl::kernel_bundle<sycl::bundle_state::executable> &bundle, const sycl::queue &queue) {
+  std::vector<std::vector<std::byte>> all;
+  if (queue.get_backend() != OPENCL) return all;
+  for (cl_program program : sycl::get_native<OPENCL>(bundle)) {
+    size_t size = 0;
+    expect(HAL_CL(clGetProgramInfo)(program, CL_PROGRAM_BINARY_SIZES, sizeof size, &size, nullptr), "clGetProgramInfo");
+    auto &binary = all.emplace_back(size);
+    auto *at = reinterpret_cast<unsigned char *>(binary.data());
+    if (size) expect(HAL_CL(clGetProgramInfo)(program, CL_PROGRAM_BINARIES, sizeof at, &at, nullptr), "clGetProgramInfo");
+  }
+  return all;
 }
 
 std::unique_ptr<OpenclProgram> OpenclProgram::load(sycl::queue &queue, const void *data, size_t size) {
@@ -57,11 +58,12 @@ std::unique_ptr<OpenclProgram> OpenclProgram::load(sycl::queue &queue, const voi
 
 OpenclProgram::~OpenclProgram() { HAL_CL(clReleaseProgram)(static_cast<cl_program>(program_)); }
 
-sycl::kernel OpenclProgram::kernel(const std::string &name, const sycl::queue &queue) const {
+std::unique_ptr<sycl::kernel> OpenclProgram::kernel(const std::string &name, const sycl::queue &queue) const {
   cl_int result = CL_SUCCESS;
   cl_kernel made = HAL_CL(clCreateKernel)(static_cast<cl_program>(program_), name.c_str(), &result);
+  if (result == CL_INVALID_KERNEL_NAME) return nullptr;
   expect(result, "clCreateKernel");
-  return sycl::make_kernel<OPENCL>(made, queue.get_context());
+  return std::make_unique<sycl::kernel>(sycl::make_kernel<OPENCL>(made, queue.get_context()));
 }
 
 } // namespace hal_xpu

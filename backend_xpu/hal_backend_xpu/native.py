@@ -42,9 +42,8 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "hal_xpu_cpu_queue": (_POINTER, ()),
     "hal_xpu_describe": (_LONG, (_POINTER, _TEXT, _LONG)),
     "hal_xpu_compile": (_POINTER, (_POINTER, _TEXT, ctypes.POINTER(_TEXT), _INT)),
-    "hal_xpu_load_spirv": (_POINTER, (_POINTER, _TEXT, _LONG)),
-    "hal_xpu_load_binary": (_POINTER, (_POINTER, _TEXT, _LONG)),
-    "hal_xpu_image": (_LONG, (_POINTER, _INT, _TEXT, _LONG)),
+    "hal_xpu_load": (_POINTER, (_POINTER, _INT, _TEXT, ctypes.POINTER(_LONG), _INT)),
+    "hal_xpu_image": (_LONG, (_POINTER, _INT, _INT, _TEXT, _LONG)),
     "hal_xpu_kernel": (_POINTER, (_POINTER, _TEXT)),
     "hal_xpu_release": (None, (_POINTER,)),
     "hal_xpu_launch": (_INT, (_POINTER, _POINTER, ctypes.POINTER(Argument), _INT, ctypes.POINTER(_LONG), ctypes.POINTER(_LONG))),
@@ -167,26 +166,25 @@ class Program:
         return cls(handle)
 
     @classmethod
-    def from_spirv(cls, queue: int, data: bytes) -> Program:
-        handle = library().hal_xpu_load_spirv(queue, data, len(data))
+    def loaded(cls, queue: int, images: tuple[bytes, ...], *, binary: bool) -> Program:
+        """From what ``images`` gave: SPIR-V, which is compiled for the device now, or what that gave for this very device and driver."""
+        sizes = (ctypes.c_int64 * len(images))(*map(len, images))
+        handle = library().hal_xpu_load(queue, int(binary), b"".join(images), sizes, len(images))
         if not handle:
-            raise _failed("load SPIR-V")
+            raise _failed("load a program")
         return cls(handle)
 
-    @classmethod
-    def from_binary(cls, queue: int, data: bytes) -> Program:
-        handle = library().hal_xpu_load_binary(queue, data, len(data))
-        if not handle:
-            raise _failed("load a device binary")
-        return cls(handle)
-
-    def image(self, *, binary: bool) -> bytes:
-        """The device's binary, or the SPIR-V that it was made from; empty where there is none to have."""
-        size = library().hal_xpu_image(self._handle, int(binary), None, 0)
-        data = ctypes.create_string_buffer(max(size, 1))
-        if size < 0 or (size and library().hal_xpu_image(self._handle, int(binary), data, size) != size):
-            raise _failed("the image of a program")
-        return data.raw[:size] if size else b""
+    def images(self, *, binary: bool) -> tuple[bytes, ...]:
+        """The device's binaries, or the SPIR-V that they were made from; none where the runtime does not give them."""
+        found = list[bytes]()
+        while (size := library().hal_xpu_image(self._handle, int(binary), len(found), None, 0)) > 0:
+            data = ctypes.create_string_buffer(size)
+            if library().hal_xpu_image(self._handle, int(binary), len(found), data, size) != size:
+                break
+            found.append(data.raw)
+        if size < 0:
+            raise _failed("the images of a program")
+        return tuple(found)
 
     def kernel(self, name: str) -> int:
         """A kernel to launch.

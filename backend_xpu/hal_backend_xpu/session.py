@@ -84,12 +84,12 @@ class Session:
         facts = self.facts
         portable = store.digest(_sources(), header, *options[1:], native.runtime_version())
         own = store.digest(portable, facts.name, facts.platform, facts.driver)
-        for name, load in ((f"{own}.bin", native.Program.from_binary), (f"{portable}.spv", native.Program.from_spirv)):
-            data = store.read(name)
-            if data is None:
+        for name, binary in ((f"{own}.bin", True), (f"{portable}.spv", False)):
+            images = store.read(name)
+            if images is None:
                 continue
             try:
-                program = load(self.queue, data)
+                program = native.Program.loaded(self.queue, images, binary=binary)
             except native.NativeError as error:
                 _log.warning("a kept program of %s is not taken (%s); it is made anew", header, error)
                 continue
@@ -104,8 +104,8 @@ class Session:
 
     def _keep(self, program: native.Program, portable: str, own: str) -> None:
         for name, binary in ((f"{portable}.spv", False), (f"{own}.bin", True)):
-            if not (store.folder() / name).exists() and (data := program.image(binary=binary)):
-                store.write(name, data)
+            if store.read(name) is None and (images := program.images(binary=binary)):
+                store.write(name, images)
 
     def launch(self, kernel: int, groups: tuple[int, int, int], local: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
         """Enqueue. ``groups`` work-groups of ``local`` work-items, the last dimension fastest; arguments: tensors, None, ints, floats."""

@@ -15,6 +15,7 @@ from hal_core.errors import OutputError
 from hal_core.outputs import whole_file
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 __all__ = ["digest", "folder", "read", "write"]
@@ -37,8 +38,8 @@ def digest(*parts: str | bytes) -> str:
     return sum_.hexdigest()[:40]
 
 
-def read(name: str) -> bytes | None:
-    """An entry's content; None where it is absent or damaged."""
+def read(name: str) -> tuple[bytes, ...] | None:
+    """An entry's images; None where it is absent or damaged."""
     path = folder() / name
     try:
         data = path.read_bytes()
@@ -46,13 +47,21 @@ def read(name: str) -> bytes | None:
         return None
     head, content = data[: len(_MAGIC) + 32], data[len(_MAGIC) + 32 :]
     if head == _MAGIC + hashlib.sha256(content).digest() and content:
-        return content
+        return tuple(_split(content))
     _log.warning("%s is damaged; it is made anew", path)
     return None
 
 
-def write(name: str, content: bytes) -> None:
+def _split(content: bytes) -> Iterator[bytes]:
+    while content:
+        size = int.from_bytes(content[:8], "little")
+        yield content[8 : 8 + size]
+        content = content[8 + size :]
+
+
+def write(name: str, images: tuple[bytes, ...]) -> None:
     """Keep an entry. A folder that cannot be written costs time in the next process, and is no error."""
+    content = b"".join(len(image).to_bytes(8, "little") + image for image in images)
     try:
         folder().mkdir(parents=True, exist_ok=True)
         with whole_file(folder() / name) as partial:

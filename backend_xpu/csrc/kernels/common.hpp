@@ -25,16 +25,27 @@ inline sycl::nd_item<3> this_item() { return sycl::ext::oneapi::this_work_item::
 /// As Python passes them.
 enum Float : int { FP32 = 0, BF16 = 1, FP16 = 2 };
 
+// By their bits: the runtime's own conversions come as a second program that would have to be linked at every start.
+inline float widened(bf16 x) { return sycl::bit_cast<float>(static_cast<uint32_t>(sycl::bit_cast<uint16_t>(x)) << 16); }
+inline float widened(half x) { return static_cast<float>(x); }
+template <typename T> inline T narrowed(float x);
+template <> inline half narrowed<half>(float x) { return static_cast<half>(x); }
+template <> inline bf16 narrowed<bf16>(float x) {
+  const uint32_t bits = sycl::bit_cast<uint32_t>(x);
+  const uint32_t up = x == x ? 0x7fff + (bits >> 16 & 1) : 0; // to nearest, ties to even; a NaN stays one
+  return sycl::bit_cast<bf16>(static_cast<uint16_t>((bits + up) >> 16 | (x == x ? 0 : 0x40)));
+}
+
 inline float load_float(const void *from, int kind, size_t at) {
   if (kind == FP32) return static_cast<const float *>(from)[at];
-  if (kind == BF16) return static_cast<float>(static_cast<const bf16 *>(from)[at]);
-  return static_cast<float>(static_cast<const half *>(from)[at]);
+  if (kind == BF16) return widened(static_cast<const bf16 *>(from)[at]);
+  return widened(static_cast<const half *>(from)[at]);
 }
 
 inline void store_float(void *to, int kind, size_t at, float value) {
   if (kind == FP32) static_cast<float *>(to)[at] = value;
-  else if (kind == BF16) static_cast<bf16 *>(to)[at] = static_cast<bf16>(value);
-  else static_cast<half *>(to)[at] = static_cast<half>(value);
+  else if (kind == BF16) static_cast<bf16 *>(to)[at] = narrowed<bf16>(value);
+  else static_cast<half *>(to)[at] = narrowed<half>(value);
 }
 
 /// Activation functions of experts, in the order of Python's table; NONE is a plain product.

@@ -112,7 +112,7 @@ inline int dot(int a, int b, int sum, signed char) {
 template <typename T> inline float dot(int a, int b, float sum, T) {
   for (int i = 0; i < 32; i += 16) {
     const auto left = sycl::bit_cast<T>(static_cast<uint16_t>(a >> i)), right = sycl::bit_cast<T>(static_cast<uint16_t>(b >> i));
-    sum += static_cast<float>(left) * static_cast<float>(right);
+    sum += widened(left) * widened(right);
   }
   return sum;
 }

@@ -1,0 +1,118 @@
+// Product of bf16 rows with weights of 8 or 4 bits that are floats: e4m3, and e2m1 of the MX types. Codes are decoded by hand, for no
+// GPU before Xe3 has an instruction and the runtime's own types need an extension of SPIR-V that few drivers take.
+#pragma once
+#include "engine.hpp"
+
+namespace hal {
+
+/// e4m3fn: four bits of exponent with a bias of 7, three of mantissa, no infinity.
+inline float from_e4m3(uint32_t code) {
+  const uint32_t exponent = code >> 3 & 15, mantissa = code & 7;
+  const float small = static_cast<float>(mantissa) * 0x1p-9f; // by conversion: devices may flush subnormal floats
+  const float normal = sycl::bit_cast<float>((exponent + 120) << 23 | mantissa << 20);
+  const float magnitude = (code & 0x7f) == 0x7f ? __builtin_nanf("") : (exponent ? normal : small);
+  return code & 0x80 ? -magnitude : magnitude;
+}
+
+/// e2m1: two bits of exponent with a bias of 1, one of mantissa.
+inline float from_e2m1(uint32_t code) {
+  const uint32_t exponent = code >> 1 & 3, mantissa = code & 1;
+  const float magnitude = exponent ? sycl::bit_cast<float>((exponent + 126) << 23 | mantissa << 22) : 0.5f * static_cast<float>(mantissa);
+  return code & 8 ? -magnitude : magnitude;
+}
+
+/// A weight [N, K]: words [K * BITS / 32, N] with the first code lowest; scales [K / group, N], or null.
+struct NarrowMatrix {
+  const uint32_t *words;
+  const float *scales;
+  int n, k, group;
+};
+
+/// Elements k and k + 1 of a column as a word of bf16. A scale is multiplied on before the rounding.
+template <int BITS> inline uint32_t pair_of(const NarrowMatrix &matrix, int k, int column) {
+  constexpr int EACH = 32 / BITS;
+  const uint32_t codes = matrix.words[static_cast<size_t>(k / EACH) * matrix.n + column] >> (k % EACH * BITS);
+  const float scale = matrix.scales ? matrix.scales[static_cast<size_t>(k / matrix.group) * matrix.n + column] : 1.0f;
+  const float low = BITS == 8 ? from_e4m3(codes & 0xff) : from_e2m1(codes & 15);
+  const float high = BITS == 8 ? from_e4m3(codes >> 8 & 0xff) : from_e2m1(codes >> 4 & 15);
+  const uint32_t first = sycl::bit_cast<uint16_t>(narrowed<bf16>(low * scale)), second = sycl::bit_cast<uint16_t>(narrowed<bf16>(high * scale));
+  return first | second << 16;
+}
+
+/// What becomes of a sum: times its column's scale, plus its bias; either may be null.
+struct NarrowEpilogue {
+  const float *column_scales, *bias;
+  void *out;
+  int kind;
+};
+
+/// RM x RN tiles of one sub-group. Rows beyond m are read, so that A has room for RM * TM more than there are, and not stored.
+template <int RM, int RN, int BITS>
+inline void narrow_tile(sycl::sub_group group, const bf16 *a, const NarrowMatrix &matrix, int m, int row, int first, const NarrowEpilogue &to,
+                        uint32_t *local) {
+  using E = Engine<bf16>;
+  typename E::C sums[RM][RN];
+  for (int i = 0; i < RM; ++i)
+    for (int j = 0; j < RN; ++j) E::zero(group, sums[i][j]);
+  const int lane = static_cast<int>(group.get_local_linear_id());
+  for (int at = 0; at < matrix.k; at += E::K) {
+    typename E::A left[RM];
+    for (int i = 0; i < RM; ++i) E::load_a(group, left[i], a + static_cast<size_t>(row + i * TM) * matrix.k + at, matrix.k);
+    for (int j = 0; j < RN; ++j) {
+      const int column = first + j * TN;
+      if (column >= matrix.n) continue;
+      typename E::B right;
+      E::make_b(group, right, local, [&](int word) { return pair_of<BITS>(matrix, at + 2 * word, column + lane); });
+      for (int i = 0; i < RM; ++i) E::mad(group, sums[i][j], left[i], right);
+    }
+  }
+  for (int j = 0; j < RN; ++j) {
+    if (first + j * TN >= matrix.n) continue;
+    const int column = first + j * TN + lane;
+    const float scale = to.column_scales ? to.column_scales[column] : 1.0f, bias = to.bias ? to.bias[column] : 0.0f;
+    for (int i = 0; i < RM; ++i)
+      E::each(group, sums[i][j], local, [&](int r, float sum) {
+        const int at = row + i * TM + r;
+        if (at < m) store_float(to.out, to.kind, static_cast<size_t>(at) * matrix.n + column, sum * scale + bias);
+      });
+  }
+}
+
+template <int RM, int RN, int BITS>
+inline void narrow_rows(const bf16 *a, const NarrowMatrix &matrix, int m, const NarrowEpilogue &to, uint32_t *local) {
+  const auto item = this_item();
+  const auto group = item.get_sub_group();
+  const int here = static_cast<int>(group.get_group_linear_id()), each = static_cast<int>(group.get_group_linear_range());
+  const int across = (matrix.n + RN * TN - 1) / (RN * TN), tiles = (m + RM * TM - 1) / (RM * TM) * across;
+  const int step = static_cast<int>(item.get_group_range(2)) * each;
+  for (int tile = static_cast<int>(item.get_group_linear_id()) * each + here; tile < tiles; tile += step) {
+    const int down = tile / across;
+    narrow_tile<RM, RN, BITS>(group, a, matrix, m, down * RM * TM, (tile - down * across) * RN * TN, to, local + here * ENGINE_WORDS);
+  }
+}
+
+} // namespace hal
+
+/// Sub-groups of a work-group.
+#define HAL_NARROW_GROUPS 4
+#define HAL_NARROW_WORDS (HAL_NARROW_GROUPS * (hal::ENGINE_WORDS ? hal::ENGINE_WORDS : 1))
+
+#define HAL_NARROW(NAME, RM, RN, BITS)                                                                                                   \
+  HAL_KERNEL void NAME(const hal::bf16 *a, const uint32_t *words, const float *scales, const float *column_scales, const float *bias,    \
+                       int m, int n, int k, int group, void *out, int kind) {                                                            \
+    sycl::ext::oneapi::experimental::work_group_static<uint32_t[HAL_NARROW_WORDS]> local;                                                \
+    hal::narrow_rows<RM, RN, BITS>(a, {words, scales, n, k, group}, m, {column_scales, bias, out, kind}, &local[0]);                     \
+  }
+
+// One tile of rows, or several: what is decoded serves all of them.
+#if HAL_TM == 16
+HAL_NARROW(e4m3_few, 1, 2, 8)
+HAL_NARROW(e4m3_many, 2, 2, 8)
+HAL_NARROW(e2m1_few, 1, 2, 4)
+HAL_NARROW(e2m1_many, 2, 2, 4)
+#else
+HAL_NARROW(e4m3_few, 1, 2, 8)
+HAL_NARROW(e4m3_many, 4, 2, 8)
+HAL_NARROW(e2m1_few, 1, 2, 4)
+HAL_NARROW(e2m1_many, 4, 2, 4)
+#endif
