@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hal_core.canonical import stack
+from hal_core.canonical import QuantizedTensor, stack
 from hal_core.errors import FormatError, ShapeError
 from hal_core.fused_experts import fused_weights
 from hal_core.kernel import LinearWeights, MoEWeights
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from hal_core.canonical import QuantizedTensor
     from hal_core.formats.base import Checkpoint
     from hal_core.plan import PlannedOp
 
@@ -84,7 +83,9 @@ def _linear_spec(planned: PlannedOp) -> LinearSpec:
 
 
 def _read(checkpoint: Checkpoint, where: str, name: str, rows: Cut, columns: Cut) -> QuantizedTensor:
-    return cut_weight(where, checkpoint.read(name), rows, columns)
+    entry = checkpoint.entries[name]
+    whole = checkpoint.read(name) if entry.quantized else QuantizedTensor(entry.scheme, entry.shape, checkpoint.load(name))
+    return cut_weight(where, whole, rows, columns)
 
 
 def rank_embedding(checkpoint: Checkpoint, planned: PlannedOp, rows: Cut, numerics: str) -> tuple[EmbeddingSpec, LinearWeights]:

@@ -33,7 +33,7 @@ __all__ = ["HalConfig"]
 class _HiddenNames:
     """In the place of a pattern that finds the names that vLLM's loader must drop."""
 
-    def __init__(self, names: frozenset[str]) -> None:
+    def __init__(self, names: set[str]) -> None:
         self.names = names
 
     def search(self, key: str) -> bool:

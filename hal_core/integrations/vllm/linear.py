@@ -10,10 +10,12 @@ from vllm.model_executor.layers.linear import LinearMethodBase, RowParallelLinea
 from vllm.platforms import current_platform
 
 from hal_core.api import prepare
+from hal_core.dtypes import torch_dtype
 from hal_core.errors import FormatError, HalError, ShapeError
 from hal_core.integrations.placement import placed
 from hal_core.integrations.vllm import ops
 from hal_core.integrations.vllm.held import HeldLayer, hold
+from hal_core.ops import QuantLinear
 from hal_core.sharding import Cut, RowsPart, rank_cut, rank_linears
 from hal_core.spec import LinearSpec
 
@@ -40,10 +42,34 @@ def prepare_ops(config: HalConfig, prefix: str, asked: Sequence[tuple[Spec, Line
     """
     device = torch.device(current_platform.device_type)
     try:
-        return tuple(prepare(spec, placed(weights, device), config.options.chosen_policy, layer=prefix) for spec, weights in asked)
+        return tuple(_prepared(config, prefix, spec, placed(weights, device)) for spec, weights in asked)
     except HalError as error:
         error.args = (f"layer {prefix}: {error}",)
         raise
+
+
+def _prepared(config: HalConfig, prefix: str, spec: Spec, weights: LinearWeights | MoEWeights) -> Op:
+    if isinstance(spec, LinearSpec) and not spec.weights.quantized:
+        return _PlainLinear(spec, weights)  # type: ignore[arg-type]
+    return prepare(spec, weights, config.options.chosen_policy, layer=prefix)
+
+
+class _PlainLinear(QuantLinear):
+    """An unquantized part of a layer whose other parts are quantized, in the model's dtype, as vLLM computes it."""
+
+    def __init__(self, spec: LinearSpec, weights: LinearWeights) -> None:
+        super().__init__()
+        self.register_buffer("weight", weights.weight.values.to(torch_dtype(spec.dtype)))
+        self.register_buffer("bias", weights.bias)
+
+    def compute(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        y = torch.nn.functional.linear(x, self.get_buffer("weight"), self._buffers["bias"])
+        return y if out is None else out.copy_(y)
+
+    def update(self, weights: LinearWeights) -> None:
+        self.get_buffer("weight").copy_(weights.weight.values)
+        if self._buffers["bias"] is not None:
+            self.get_buffer("bias").copy_(weights.bias)
 
 
 def _shape(planned: PlannedOp) -> tuple[int, int]:

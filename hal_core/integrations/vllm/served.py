@@ -9,13 +9,13 @@ import re
 from typing import TYPE_CHECKING
 
 from hal_core.errors import FormatError
-from hal_core.plan import plan_checkpoint
+from hal_core.plan import PlannedOp, plan_checkpoint
+from hal_core.spec import LinearSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from hal_core.formats.base import Checkpoint
-    from hal_core.plan import PlannedOp
 
 __all__ = ["ServedCheckpoint"]
 
@@ -36,10 +36,11 @@ class ServedCheckpoint:
     """
 
     def __init__(self, checkpoint: Checkpoint, dtype: str, numerics: str, rename: Callable[[str], str | None] | None = None) -> None:
-        self.checkpoint = checkpoint
+        self.checkpoint, self._dtype, self._rename = checkpoint, dtype, rename
         self._planned = plan_checkpoint(checkpoint, dtype, numerics)
         self.modules = {_renamed(op.module, rename): op for op in self._planned}
         self._taken: set[str] = set()
+        self._hidden: set[str] = set()
         self._check_experts()
 
     def _check_experts(self) -> None:
@@ -52,25 +53,36 @@ class ServedCheckpoint:
             raise FormatError(f"parameter {stray}", "of quantized experts, which have no place for it", "store experts in a published form")
 
     def take(self, prefix: str, parts: Sequence[str] = ()) -> tuple[PlannedOp, ...]:
-        """The ops of a layer, which thereby have found their place: its own, or those of its parts; empty where it is not quantized.
+        """The ops of a layer, which thereby have found their place: its own, or those of its parts; empty where nothing is quantized.
 
         Args:
             prefix: the layer's name.
-            parts: names of the modules that the engine fuses in it.
+            parts: names of the modules that the engine fuses in it; those that are not quantized beside others that are become ops too.
 
         Raises:
-            FormatError: only some of its parts are quantized.
+            FormatError: a part is missing.
         """
         names = [prefix] if prefix in self.modules else list(parts)
-        found = [name for name in names if name in self.modules]
-        if found and len(found) < len(names):
-            missing = next(name for name in names if name not in self.modules)
-            raise FormatError(
-                f"layer {prefix}", f"{found[0]} is quantized and {missing} is not, while the engine computes them as one",
-                "quantize its parts alike",
-            )  # fmt: skip
-        self._taken.update(found)
-        return tuple(self.modules[name] for name in found)
+        if not any(name in self.modules for name in names):
+            return ()
+        self._taken.update(names)
+        return tuple(self.modules[name] if name in self.modules else self._plain(prefix, name) for name in names)
+
+    def _plain(self, prefix: str, name: str) -> PlannedOp:
+        """An unquantized part, whose parameters the engine's loader must not see: it has no place for them."""
+        weight, bias = self._stored(f"{name}.weight"), self._stored(f"{name}.bias")
+        entry = self.checkpoint.entries.get(weight)
+        if entry is None or len(entry.shape) != 2:
+            raise FormatError(f"parameter {weight}", f"missing, or no matrix, and layer {prefix} needs it", "complete the checkpoint")
+        members = (("weight", weight), *((("bias", bias),) if bias in self.checkpoint.entries else ()))
+        self._hidden.add(weight)
+        return PlannedOp(name, LinearSpec(*entry.shape, entry.scheme, dtype=self._dtype, bias=len(members) == 2), members)
+
+    def _stored(self, name: str) -> str:
+        """The checkpoint's name of one of the engine's parameters."""
+        if self._rename is None or name in self.checkpoint.entries:
+            return name
+        return next((stored for stored in self.checkpoint.entries if self._rename(stored) == name), name)
 
     def tied_embedding(self) -> str | None:
         """Engine's name of a quantized embedding that is also the output head."""
@@ -81,11 +93,11 @@ class ServedCheckpoint:
         """A quantized module at or below ``prefix``, or None."""
         return next((name for name in self.modules if name == prefix or name.startswith(f"{prefix}.")), None)
 
-    def hidden_names(self) -> frozenset[str]:
+    def hidden_names(self) -> set[str]:
         """Names of the file's tensors that the engine's loader must not see. The biases of linears are its own."""
         members = ((op, role, name) for op in self._planned for role, name in op.members)
         names = (name for op, role, name in members if role != "bias" or op.spec.op == "moe")
-        return frozenset(stored for name in names for stored in self.checkpoint.stored_names(name))
+        return self._hidden.union(*map(self.checkpoint.stored_names, names))
 
     def check_all_taken(self, *, whole_model: bool) -> None:
         """Raise unless every quantized layer found its place; called once all layers exist.
