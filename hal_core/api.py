@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from hal_core.errors import ContractError, FormatError, NoKernelError, PolicyError, ShapeError, UnfitWeightsError, ValueDecodeError
+from hal_core.errors import ContractError, NoKernelError, PolicyError, SettingError, ShapeError, UnfitWeightsError, ValueDecodeError
 from hal_core.explain import Explanation, explain_from
 from hal_core.machine import Machine
 from hal_core.memo import SelectionMemo
@@ -185,10 +184,10 @@ def load(
     from hal_core.hub import resolve_checkpoint
     from hal_core.integrations.transformers import load as load_model
 
-    if isinstance(path, (str, os.PathLike)):
+    if progress is not None and not callable(progress):
+        raise SettingError(f"progress of type {type(progress).__name__}", "cannot be called", "give a function of (done, total, name)")
+    if not hasattr(path, "entries"):
         path = resolve_checkpoint(path)
-    elif not hasattr(path, "entries"):
-        raise FormatError(f"checkpoint of type {type(path).__name__}", "not a path", "give a folder, a .gguf file or a hub id")
     return load_model(path, policy=policy, numerics=numerics, dtype=dtype, recast=recast, progress=progress)
 
 

@@ -51,6 +51,8 @@ def resolve_checkpoint(text: str | os.PathLike[str]) -> Path:
         FormatError: no such path, a hub that cannot be reached, a repository, revision or file that is not there.
         MissingDependencyError: a hub id without huggingface_hub.
     """
+    if not isinstance(text, (str, os.PathLike)):
+        raise FormatError(f"checkpoint of type {type(text).__name__}", "not a path", "give a folder, a .gguf file or a hub id")
     path = Path(text)
     if _exists(path):
         return path

@@ -156,6 +156,8 @@ class WeightScheme:
     @classmethod
     def parse(cls, text: str) -> WeightScheme:
         """Inverse of ``str``, e.g. ``int4:g128``, ``int4:g32:zero``, ``int8:channel``, ``bf16``."""
+        if not isinstance(text, str):
+            raise ValueDecodeError(f"weight scheme of type {type(text).__name__}", "not a text", "give one such as int4:g128")
         dtype, *rest = text.split(":")
         act_order = rest[-1:] == ["act_order"]
         rest = rest[: len(rest) - act_order]

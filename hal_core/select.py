@@ -257,7 +257,12 @@ def _meant(candidate: Candidate, binding: Binding) -> bool:
 
 
 def _listed(candidates: Iterable[Candidate]) -> str:
-    return "".join(f"\n  {c.kernel}: {reason}" for c in candidates for reason in c.refusals)
+    """Each reason once, with all that give it: kernels of one family refuse alike."""
+    owners: dict[Refusal, list[str]] = {}
+    for candidate in candidates:
+        for reason in candidate.refusals:
+            owners.setdefault(reason, []).append(candidate.kernel)
+    return "".join(f"\n  {', '.join(dict.fromkeys(names))}: {reason}" for reason, names in owners.items())
 
 
 def _notes(spec: Spec, decision: _Decision, numerics: Numerics) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from hal_core.errors import ValueDecodeError
 from hal_core.jsonable import JsonValue, from_json, to_json
-from hal_core.kv.scheme import KV_GROUP, KVScheme
+from hal_core.kv.scheme import KV_GROUP, KVScheme, positive
 from hal_core.numerics import Numerics
 from hal_core.schemes import ActivationScheme, WeightScheme
 
@@ -43,7 +43,7 @@ _MAX_DIM = 1 << 31
 def _check_dims(owner: str, **dims: int) -> None:
     for name, size in dims.items():
         if type(size) is not int or not 1 <= size < _MAX_DIM:
-            raise ValueDecodeError(f"{owner}.{name}", f"{size} is not between 1 and {_MAX_DIM - 1}")
+            raise ValueDecodeError(f"{owner}.{name}", f"{size!r:.40} is not between 1 and {_MAX_DIM - 1}")
 
 
 def _check_word(owner: str, word: str, known: tuple[str, ...]) -> None:
@@ -63,8 +63,8 @@ class Activation:
         _check_word("activation.kind", self.kind, ACTIVATIONS)
         if self.alpha is not None and self.kind != "swiglu_oai":
             raise ValueDecodeError("activation.alpha", f"{self.alpha} with {self.kind}", "alpha is the sigmoid slope of swiglu_oai only")
-        if self.limit is not None and not 0 < self.limit < math.inf:
-            raise ValueDecodeError("activation.limit", f"{self.limit} is not positive", "leave it out for no limit")
+        if self.limit is not None and not positive(self.limit):
+            raise ValueDecodeError("activation.limit", f"{self.limit!r:.40} is not positive", "leave it out for no limit")
 
     def __str__(self) -> str:
         extra = [f"alpha={self.alpha:g}"] if self.alpha is not None else []
@@ -241,10 +241,10 @@ class KVCacheSpec:
             raise ValueDecodeError("KVCacheSpec.page_size", found)
         if self.sink_tokens and self.window is None:
             raise ValueDecodeError("KVCacheSpec.sink_tokens", f"{self.sink_tokens} without a window", "all tokens are visible without one")
-        if self.soft_cap is not None and not 0 < self.soft_cap < math.inf:
-            raise ValueDecodeError("KVCacheSpec.soft_cap", f"{self.soft_cap} is not positive", "leave it out for no cap")
+        if self.soft_cap is not None and not positive(self.soft_cap):
+            raise ValueDecodeError("KVCacheSpec.soft_cap", f"{self.soft_cap!r:.40} is not positive", "leave it out for no cap")
         if type(self.seed) is not int or not 0 <= self.seed < 1 << 63:
-            raise ValueDecodeError("KVCacheSpec.seed", f"{self.seed} is not between 0 and 2**63 - 1")
+            raise ValueDecodeError("KVCacheSpec.seed", f"{self.seed!r:.40} is not between 0 and 2**63 - 1")
         for scheme, dim in ((self.keys, self.head_dim), (self.values, self.v_dim)):
             if scheme.bits is not None:
                 scheme.sections(dim)

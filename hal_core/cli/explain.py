@@ -24,6 +24,15 @@ if TYPE_CHECKING:
 __all__ = ["register"]
 
 _OPS = ("linear", "moe", "embedding", "kv")
+_MATRIX, _WEIGHTS = ("linear", "embedding"), ("linear", "moe", "embedding")
+#: What each option says something of: kinds of op, or a checkpoint. Those that are not here hold for all.
+_OF: dict[str, tuple[str, ...]] = {
+    "n": _MATRIX, "k": _MATRIX, "scheme": _WEIGHTS, "numerics": ("checkpoint", *_WEIGHTS),
+    **dict.fromkeys(("bias", "lora"), ("linear", "moe")),
+    **dict.fromkeys(("experts", "top_k", "hidden", "intermediate", "activation", "alpha", "limit"), ("moe",)),
+    **dict.fromkeys(("heads", "kv_heads", "head_dim", "page_size", "window", "kv_cache", "kv_scales"), ("kv",)),
+    **dict.fromkeys(("dtype", "policy", "facts"), ("checkpoint", *_OPS)),
+}  # fmt: skip
 
 
 def register(app: typer.Typer) -> None:
@@ -40,6 +49,7 @@ def register(app: typer.Typer) -> None:
         ),
     )  # fmt: skip
     def explain_command(
+        context: typer.Context,
         checkpoint: Annotated[
             str | None, typer.Argument(metavar="[CKPT]", help="A checkpoint folder or .gguf file, unless --op or --diff is given.")
         ] = None,
@@ -59,6 +69,9 @@ def register(app: typer.Typer) -> None:
         page_size: Annotated[int, typer.Option(help="Its tokens of a page.")] = 32,
         window: Annotated[int | None, typer.Option(help="Tokens that a query sees.", show_default="all")] = None,
         kv_cache: Annotated[str, typer.Option("--kv-cache", help="How it stores them: int8, turboquant:4, k4v3 ...")] = "turboquant:4",
+        kv_scales: Annotated[
+            str, typer.Option("--kv-scales", help="Where its static scales come from: computed, calibrated or default.")
+        ] = "computed",
         scheme: Annotated[
             str, typer.Option(help="Weight scheme, e.g. int4:g128, int4:g32:zero, int4:g32:min, int8:channel.")
         ] = "int4:g128",
@@ -84,6 +97,7 @@ def register(app: typer.Typer) -> None:
         from hal_core.spec import Activation, KVCacheSpec, MoESpec
 
         _check_form(checkpoint, op, diff, tp)
+        _check_options(context, "checkpoint" if checkpoint is not None else op or "diff")
         if recast and checkpoint is None:
             raise SettingError("--recast", "without a checkpoint", "give the scheme that is read with --scheme")
         if diff is not None:
@@ -94,7 +108,7 @@ def register(app: typer.Typer) -> None:
             return
         if op == "kv":
             keys, values = parse_pair(kv_cache)
-            cache = KVCacheSpec(heads, kv_heads, head_dim, page_size, keys, values, dtype=dtype or "bf16", window=window)
+            cache = KVCacheSpec(heads, kv_heads, head_dim, page_size, keys, values, dtype=dtype or "bf16", window=window, scales=kv_scales)
             _explain_op(cache, policy, facts, as_json)
             return
         weights = WeightScheme.parse(scheme)
@@ -123,6 +137,15 @@ def _check_form(checkpoint: str | None, op: str | None, diff: tuple[Path, Path] 
         raise SettingError(f"--op {op!r}", "unknown", f"use one of {', '.join(_OPS)}")
     if check_degree(tp) != 1 and checkpoint is None:
         raise SettingError(f"--tp {tp}", "without a checkpoint", "one op is described as a rank sees it: give the sizes after sharding")
+
+
+def _check_options(context: typer.Context, form: str) -> None:
+    """An option that would change nothing was meant for something else."""
+    for name, forms in _OF.items():
+        source = context.get_parameter_source(name)
+        if form not in forms and source is not None and source.name == "COMMANDLINE":
+            ours = form if form in ("checkpoint", "diff") else f"--op {form}"
+            raise SettingError(f"--{name.replace('_', '-')} with {ours}", "says nothing of it", f"it is for {', '.join(forms)}")
 
 
 def _matrix_spec(table: bool, n: int, k: int, weights: WeightScheme, request: Numerics, dtype: str, bias: bool, lora: bool) -> Spec:

@@ -8,24 +8,24 @@ take no room. A prompt attends to its own quantized keys too, so that what is me
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from transformers.cache_utils import Cache
 
-from hal_core.errors import SettingError, ShapeError
+from hal_core.errors import SettingError, ShapeError, ValueDecodeError
 from hal_core.integrations.transformers_growing import cache_argument
 from hal_core.integrations.transformers_kv_attention import NAME, is_supported, register
 from hal_core.integrations.transformers_kv_conditioning import is_useful
 from hal_core.integrations.transformers_kv_layer import KVCacheLayer, LayerPlan
+from hal_core.kv.op import KVParams
 from hal_core.kv.scheme import KV_GROUP, KVScheme, parse_pair
 from hal_core.policy import current_policy
+from hal_core.spec import KVCacheSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch import Tensor
 
-    from hal_core.kv.op import KVParams
     from hal_core.policy import Policy
 
 __all__ = ["KVCache"]
@@ -52,8 +52,8 @@ class KVCache(Cache):
             attention as it is (:mod:`hal_core.integrations.transformers_kv_conditioning`); None where keys have one scale a vector.
 
     Raises:
-        SettingError: the model's attention cannot be replaced, or it has layers that this cache cannot hold.
-        ValueDecodeError: not such a scheme. PolicyError: the policy does not parse.
+        SettingError: the model's attention cannot be replaced, it has layers that this cache cannot hold, or params or condition are of
+            another kind. ValueDecodeError: not such a scheme, page size or seed. PolicyError: the policy does not parse.
     """
 
     def __init__(
@@ -68,11 +68,15 @@ class KVCache(Cache):
         params: Mapping[int, KVParams] | None = None,
         condition: bool | None = None,
     ) -> None:
-        keys, values = parse_pair(scheme) if isinstance(scheme, str) else scheme
+        keys, values = _pair(scheme)
         if not is_supported(model):
             found = "its attention does not ask transformers' attention interface"
             raise SettingError(f"a quantized KV cache of {type(model).__name__}", found, "use transformers' own cache")
         windows = _windows(model.config.get_text_config(decoder=True), type(model).__name__)
+        KVCacheSpec(1, 1, KV_GROUP, page_size, keys, values, seed=seed)  # or it raises; the heads come with the first tokens
+        _check_params(params, len(windows))
+        if condition is not None and not isinstance(condition, bool):
+            raise SettingError(f"condition {condition!r:.40} of a KV cache", "not a truth value", "give True, False or None")
         if params is None:
             params = getattr(model, "hal_kv_params", {}) if scales is None and (keys.scaled or values.scaled) else {}
         chosen, missing = current_policy(policy), _word(scales)
@@ -141,6 +145,23 @@ class KVCache(Cache):
             "conditioned": sum(layer.conditioning is not None for layer in self._held),
             "bytes_per_token": self.token_bytes, "used_bytes": self.used_bytes, "bytes": self.nbytes,
         }  # fmt: skip
+
+
+def _pair(scheme: object) -> tuple[KVScheme, KVScheme]:
+    if isinstance(scheme, str):
+        return parse_pair(scheme)
+    if isinstance(scheme, tuple) and len(scheme) == 2 and all(isinstance(side, KVScheme) for side in scheme):
+        return scheme
+    raise ValueDecodeError(f"scheme {scheme!r:.80} of a KV cache", "neither a text nor two KVSchemes", 'give a text such as "turboquant:4"')
+
+
+def _check_params(params: object, layers: int) -> None:
+    what, fix = "params of a KV cache", "give a mapping of a layer's index to KVParams, or None"
+    if params is not None and not isinstance(params, Mapping):
+        raise SettingError(what, type(params).__name__, fix)
+    for index, own in (params or {}).items():
+        if type(index) is not int or not 0 <= index < layers or not isinstance(own, KVParams):
+            raise SettingError(what, f"{index!r:.40} to {type(own).__name__}, of {layers} layers", fix)
 
 
 def _word(scales: str | None) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hal_core.dtypes import torch_dtype
 from hal_core.errors import ShapeError
-from hal_core.kv.checks import as_counts, as_ids, check_id
+from hal_core.kv.checks import as_counts, as_device, as_ids, check_id, check_whole
 from hal_core.kv.decode_cache import DecodeCache
 from hal_core.kv.pool import RowPool
 from hal_core.kv.scales import computed_params, scales_wait
@@ -60,11 +60,10 @@ class PagedKVCache:
     def __init__(
         self, op: KVOp, *, capacity: int | None = None, device: torch.device | str = "cpu", decode_cache: int = 0, check_finite: bool = True
     ) -> None:
-        if capacity is not None and capacity < 1:
-            raise ShapeError("KV cache capacity", f"{capacity} tokens", "give at least 1, or None to grow as needed")
-        if decode_cache < 0:
-            raise ShapeError("KV decode cache", f"{decode_cache} bytes", "give 0 for none")
-        self.op, self.device, self.check_finite = _own(op), torch.device(device), check_finite
+        if capacity is not None:
+            check_whole("tokens of a KV cache's capacity", capacity, 1, "give at least 1, or None to grow as needed")
+        check_whole("bytes of a KV decode cache", decode_cache, 0, "give 0 for none")
+        self.op, self.device, self.check_finite = _own(op), as_device(device), check_finite
         page = self.spec.page_size
         self._pages = RowPool(op.page_bytes, None if capacity is None else -(-capacity // page), self.device, f"pages of {page} tokens")
         self._tails = RowPool(op.tail_bytes, None, self.device, "tails", first=1) if op.tail_bytes else None
@@ -282,7 +281,7 @@ class PagedKVCache:
 
     def block_table(self, ids: Sequence[int]) -> Tensor:
         """int32 ``[B, pages of the longest]``; 0 beyond a sequence's end."""
-        rows = [self._row(self._get(sequence)) for sequence in ids]
+        rows = [self._row(self._get(sequence)) for sequence in as_ids(ids)]
         table = torch.zeros(len(rows), max((len(row) for row in rows), default=0), dtype=torch.int32, device=self.device)
         for index, row in enumerate(rows):
             table[index, : len(row)] = row
@@ -311,7 +310,7 @@ class PagedKVCache:
 
     def to(self, device: torch.device | str) -> PagedKVCache:
         """This cache if it is there already, or a copy on ``device``."""
-        device = torch.device(device)
+        device = as_device(device)
         return self if device == self.device else self._copied(device)
 
     def _copied(self, device: torch.device) -> PagedKVCache:

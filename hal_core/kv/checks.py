@@ -19,7 +19,9 @@ from hal_core.kv.scheme import KV_GROUP
 if TYPE_CHECKING:
     from hal_core.kv.op import KVOp
 
-__all__ = ["as_counts", "as_ids", "check_append", "check_attend", "check_id", "check_materialize", "check_pages"]
+__all__ = [
+    "as_counts", "as_device", "as_ids", "check_append", "check_attend", "check_id", "check_materialize", "check_pages", "check_whole",
+]  # fmt: skip
 
 
 def _fits(
@@ -150,6 +152,20 @@ def check_materialize(
     _within("block_row", block_row[: -(-length // op.spec.page_size)], 0, len(pages) - 1)
     if op.tail_bytes and tails is not None and (tail_id is None or not 0 <= tail_id < len(tails)):
         raise ShapeError("tail_id", f"{tail_id}", f"tails run from 0 to {len(tails) - 1}")
+
+
+def check_whole(what: str, value: object, least: int, fix: str) -> None:
+    """Raise unless this is a whole number of at least ``least``."""
+    if type(value) is not int or value < least:
+        raise ShapeError(what, f"{value!r:.40}", fix)
+
+
+def as_device(device: object) -> torch.device:
+    """A device of torch's, here or not."""
+    try:
+        return torch.device(device)  # type: ignore[call-overload,no-any-return]
+    except (RuntimeError, TypeError) as error:
+        raise ShapeError(f"device {device!r:.40}", "none that torch knows here", 'give the like of "cpu" or "cuda:0"') from error
 
 
 def check_id(sequence: object) -> None:

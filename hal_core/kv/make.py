@@ -35,6 +35,8 @@ def kv_op(spec: KVCacheSpec, params: KVParams | None = None, *, policy: Policy |
 
     if not isinstance(spec, KVCacheSpec):
         raise ValueDecodeError(f"spec of type {type(spec).__name__}", "not of a cache", "give a KVCacheSpec")
+    if params is not None and not isinstance(params, KVParams):
+        raise ValueDecodeError(f"params of type {type(params).__name__}", "not of a cache", "give KVParams, or None")
     if params is not None and (params.key_scale is not None or params.value_scale is not None):
         spec = replace(spec, scales=params.source)
     op = prepare(spec, params or KVParams(), policy, layer=layer)

@@ -41,6 +41,8 @@ class KVParams:
             raise ValueDecodeError(f"KVParams.source {self.source!r}", "unknown", f"use one of {', '.join(KV_SCALES)}")
         for name in ("key_scale", "value_scale"):
             scale = getattr(self, name)
+            if scale is not None and not (hasattr(scale, "is_meta") and scale.is_floating_point()):
+                raise ShapeError(f"KVParams.{name}", f"{scale!r:.60}", "give a tensor of float32 numbers")
             if scale is not None and not scale.is_meta and not usable_scales(scale):
                 raise ShapeError(f"KVParams.{name}", f"{scale.reshape(-1)[:8].tolist()}", USABLE_SCALES)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
 
 from hal_core.errors import ValueDecodeError
 
-__all__ = ["KV_GROUP", "KV_KINDS", "KV_SCHEMES", "KVScheme", "parse_pair"]
+__all__ = ["KV_GROUP", "KV_KINDS", "KV_SCHEMES", "KVScheme", "parse_pair", "positive"]
 
 #: Tokens that share one scale per channel.
 KV_GROUP = 32
@@ -45,7 +46,7 @@ class KVScheme:
     variant: str = ""
 
     def __post_init__(self) -> None:
-        if self.kind not in KV_KINDS:
+        if _text(self.kind) not in KV_KINDS:
             raise ValueDecodeError(f"KV scheme {self.kind!r}", "unknown", f"use one of {_KNOWN}")
         if self.granularity is None:
             object.__setattr__(self, "granularity", KV_KINDS[self.kind][0])
@@ -60,8 +61,8 @@ class KVScheme:
             self._check_bits(self.bits)
 
     def _check_bits(self, bits: float) -> None:
-        if not 1 <= bits <= 8 or bits * 4 != int(bits * 4):
-            raise ValueDecodeError("KV scheme turboquant", f"{bits} bits", "give 1 to 8 in steps of a quarter")
+        if not positive(bits) or not 1 <= bits <= 8 or bits * 4 != int(bits * 4):
+            raise ValueDecodeError("KV scheme turboquant", f"{bits!r:.40} bits", "give 1 to 8 in steps of a quarter")
         if self.variant == "unbiased" and bits != int(bits):
             raise ValueDecodeError("KV scheme turboquant", f"{bits} bits, unbiased", "the unbiased variant takes whole bits")
         object.__setattr__(self, "bits", float(bits))
@@ -132,7 +133,7 @@ class KVScheme:
         Raises:
             ValueDecodeError: not such a text.
         """
-        kind, *rest = text.split(":")
+        kind, *rest = _text(text).split(":")
         if kind == "turboquant" and 1 <= len(rest) <= 2 and re.fullmatch(_NUMBER, rest[0]) and rest[1:] != [""]:
             return cls(kind, bits=float(rest[0]), variant=rest[1] if rest[1:] else "")
         if kind == "turboquant" or kind not in KV_KINDS or len(rest) > 1:
@@ -145,6 +146,17 @@ class KVScheme:
         return parse_pair(text)
 
 
+def positive(value: object) -> bool:
+    """Whether this is a positive, finite number."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _text(given: object) -> str:
+    if not isinstance(given, str):
+        raise ValueDecodeError(f"KV scheme of type {type(given).__name__}", "not a text", f"use one of {_KNOWN}")
+    return given
+
+
 def parse_pair(text: str) -> tuple[KVScheme, KVScheme]:
     """Schemes of keys and values: one for both (``turboquant:4``), ``k4v3`` for turboquant bits, or ``k=int8,v=turboquant:4``.
 
@@ -153,7 +165,7 @@ def parse_pair(text: str) -> tuple[KVScheme, KVScheme]:
     Raises:
         ValueDecodeError: not such a text.
     """
-    text = text.strip()
+    text = _text(text).strip()
     if found := re.fullmatch(f"k({_NUMBER})v({_NUMBER})", text):
         return KVScheme("turboquant", bits=float(found[1])), KVScheme("turboquant", bits=float(found[2]))
     if "=" not in text:

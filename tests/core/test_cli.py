@@ -53,6 +53,28 @@ def test_explain_one_op_lists_every_candidate_with_every_refusal(hal) -> None:
     assert "nothing serves it" in out
 
 
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (("--op", "linear", "--heads", 3), "--heads with --op linear: says nothing of it; it is for kv"),
+        (("--op", "embedding", "--lora"), "--lora with --op embedding"),
+        (("--op", "kv", "--numerics", "int8"), "--numerics with --op kv"),
+        (("CKPT", "--n", 64), "--n with checkpoint"),
+        (("--diff", "a", "b", "--policy", "auto"), "--policy with diff"),
+    ],
+)
+def test_explain_refuses_options_that_would_change_nothing(hal, arguments, shown) -> None:
+    code, _, err = hal("explain", *arguments)
+    assert code == 2
+    assert shown in err
+
+
+def test_explain_requires_a_cache_as_run_makes_it(hal) -> None:
+    arguments = ("explain", "--op", "kv", "--kv-cache", "fp8", "--policy", "require:reference", "--json")
+    assert json.loads(hal(*arguments)[1])["selection"]["intervals"][0]["kernel"] == "reference.kv"
+    assert json.loads(hal(*arguments, "--kv-scales", "default")[1])["selection"] is None
+
+
 def test_explain_checkpoint_reads_headers_and_groups_layers(hal) -> None:
     code, out, _ = hal("explain", goldens.folder(MOE), "--policy", "require:reference", "--json")
     assert code == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 import hal_core as hal
 from hal_core.cli.facts import write_facts
 from hal_core.errors import HalError, OutputError, PolicyError, SettingError, ValueDecodeError
+from hal_core.kv.op import KVParams
+from hal_core.kv.scheme import KVScheme
 from hal_core.machine import Machine
 from hal_core.manifest import BackendManifest, read_manifest
 from hal_core.policy import Policy, current_policy
@@ -21,6 +24,7 @@ from hal_core.reading import read_small_text, short
 from hal_core.refusal import Refusal
 from hal_core.registry import Registry
 from hal_core.select import select_from
+from hal_core.spec import KVCacheSpec
 from hal_core.stored import load_facts
 
 GOOD = json.loads(load_facts("h200").dumps())
@@ -254,3 +258,21 @@ def test_an_error_is_one_short_printable_line():
     assert short("a\nb\x1b[2Jc") == "a b?[2Jc"
     assert short("x" * 1000) == "x" * 297 + "..."
     assert short("x" * 300) == "x" * 300
+
+
+KV = KVCacheSpec(4, 2, 64, 32, KVScheme.parse("int8"), KVScheme.parse("int8"), dtype="fp32")
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda: hal.kv_cache(KV, capacity="x"), lambda: hal.kv_cache(KV, capacity=1.5), lambda: hal.kv_cache(KV, decode_cache="a"),
+        lambda: hal.kv_cache(KV, device="nope"), lambda: hal.kv_cache(KV, params=3), lambda: hal.kv_cache(KV).to(3),
+        lambda: hal.kv_cache(KV).block_table(None), lambda: KVParams(key_scale=1.0), lambda: KVScheme([]), lambda: KVScheme.pair(None),
+        lambda: KVScheme("turboquant", bits="4"), lambda: hal.WeightScheme.parse(None), lambda: replace(KV, soft_cap="x"),
+        lambda: hal.Activation(limit="x"), lambda: hal.open_checkpoint(None), lambda: hal.load([]), lambda: hal.load("x", progress=3),
+    ],
+)  # fmt: skip
+def test_arguments_of_another_type_are_clear_errors(ask):
+    with pytest.raises(HalError):
+        ask()

@@ -30,8 +30,20 @@ def test_schemes_policies_and_settings_are_checked_before_anything_runs(model):
         KVCache(model, "int8", policy="whatever")
     with pytest.raises(SettingError, match="calibrated"):
         KVCache(model, "fp8", scales="calibrated")
-    with pytest.raises(ValueDecodeError, match="page_size"):
-        model(torch.tensor([[5, 6]]), cache=KVCache(model, "int8", page_size=20, policy=POLICY))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "shown"),
+    [
+        ({"scheme": 4}, "neither a text nor two KVSchemes"), ({"scheme": ("int8", "int8")}, "neither a text"),
+        ({"scheme": "int8", "page_size": 20}, "page_size"), ({"page_size": "32"}, "page_size: '32'"), ({"seed": -1}, "seed"),
+        ({"params": 3}, "params .*int"), ({"params": {0: 3}}, "0 to int"), ({"params": {99: KVParams()}}, "99 to KVParams, of 3 layers"),
+        ({"condition": "no"}, "condition"), ({"policy": 3}, "policy of type int"),
+    ],
+)  # fmt: skip
+def test_arguments_of_another_kind_are_told_when_the_cache_is_made(model, wrong, shown):
+    with pytest.raises(hal_core.HalError, match=shown):
+        KVCache(model, **wrong)
 
 
 def test_the_policy_chooses_the_kernel_and_explain_shows_it(model):
