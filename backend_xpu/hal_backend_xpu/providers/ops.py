@@ -14,8 +14,8 @@ from hal_backend_xpu.providers.weights import ark_blob, ark_experts, torch_scale
 from hal_core.calls import Bound, bind
 from hal_core.dtypes import torch_dtype
 from hal_core.errors import ContractError, ShapeError, UnfitWeightsError
+from hal_core.op_parts import FixedBuffers, check_out, check_routing, check_rows
 from hal_core.ops import MoEExperts, QuantLinear
-from hal_core.prepared import FixedBuffers, check_out, check_routing, check_rows
 from hal_core.reference.activations import activate
 from hal_core.weight_checks import check_linear_weights, check_moe_weights, check_same_kind, kinds_of
 

@@ -9,7 +9,7 @@ import torch
 from hal_core.canonical import pack_nibbles
 from hal_core.codes import effective_scales
 from hal_core.dtypes import torch_dtype
-from hal_core.prepared import rounded_scales
+from hal_core.op_parts import rounded_scales
 from hal_core.recast import recast
 from hal_core.schemes import ZeroKind
 

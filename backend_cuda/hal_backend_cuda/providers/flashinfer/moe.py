@@ -19,9 +19,9 @@ from hal_backend_cuda.providers.flashinfer.mxfp8 import mxfp8_arguments
 from hal_core.calls import bind
 from hal_core.errors import ShapeError
 from hal_core.kernel import MoEEpilogue, MoEKernel, ShapeLimit
+from hal_core.op_parts import FixedBuffers, check_out, check_routing, check_rows
 from hal_core.ops import MoEExperts, QuantizedActivation
 from hal_core.packages import package_refusals
-from hal_core.prepared import FixedBuffers, check_out, check_routing, check_rows
 from hal_core.refusal import Refusal
 from hal_core.selection import Padding
 from hal_core.weight_checks import check_moe_weights, check_same_kind, kinds_of

@@ -14,7 +14,7 @@ import torch
 from hal_core.canonical import QuantizedTensor, pack_nibbles, unpack_nibbles
 from hal_core.errors import FormatError, UnfitWeightsError
 from hal_core.layouts import Layout
-from hal_core.prepared import rounded_scales
+from hal_core.op_parts import rounded_scales
 from hal_core.recast import recast
 from hal_core.schemes import GranularityKind, WeightScheme, ZeroKind
 

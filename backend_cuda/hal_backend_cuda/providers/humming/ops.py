@@ -19,8 +19,8 @@ from hal_backend_cuda.providers.humming.runtime import (
 from hal_backend_cuda.providers.inputs import on_cuda
 from hal_backend_cuda.providers.steps import Route
 from hal_core.dtypes import torch_dtype
+from hal_core.op_parts import check_out, check_routing, check_rows
 from hal_core.ops import MoEExperts, QuantLinear
-from hal_core.prepared import check_out, check_routing, check_rows
 from hal_core.weight_checks import check_linear_weights, check_moe_weights, check_same_kind, kinds_of
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from hal_backend_cuda.providers.humming.tables import BlockTable, joined
 from hal_backend_cuda.providers.steps import Sorted
 from hal_core.dtypes import torch_dtype
 from hal_core.errors import MissingDependencyError
-from hal_core.prepared import FixedBuffers
+from hal_core.op_parts import FixedBuffers
 
 if TYPE_CHECKING:
     from hal_backend_cuda.providers.humming.recipes import Recipe
