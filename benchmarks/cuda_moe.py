@@ -98,7 +98,7 @@ def parts_us(sets: list[Experts], rows: int, first: Tile, second: Tile) -> tuple
         few = slots <= ops._DIRECT
         return launch.direct(ids, weights, None, E, E) if few else launch.sorted_by_expert(ids, weights, None, E, E, bm, flag)
 
-    one, two = route(first.bm), route(second.bm)
+    one, two = route(first.rows), route(second.rows)
     a = graph_us([lambda e=e: product(x, None, inner, e.up, e.gate, one, first, K, Epilogue("silu"), 128) for e in sets])
     b = graph_us([lambda e=e: product(inner, None, outer, e.down, None, two, second, 1, Epilogue(router="output"), 128) for e in sets])
     return a, b
@@ -110,12 +110,23 @@ MANY = ((64, 4, 3, True), (64, 4, 4, True), (128, 8, 3, True), (128, 8, 4, True)
 PLAIN = ((64, 4, 3, False), (64, 4, 4, False), (128, 8, 3, False), (128, 8, 4, False), (64, 8, 4, False), (128, 4, 3, False))
 
 
+#: (rows, rows beside them, outputs, warps, stages, scales applied to weights): tiles that are no power of two, for experts.
+BESIDE = (
+    (32, 16, 64, 4, 3, False), (32, 16, 64, 4, 4, False), (32, 16, 128, 4, 3, True), (64, 16, 64, 4, 3, False), (64, 16, 64, 4, 4, False),
+    (64, 16, 64, 4, 3, True), (64, 16, 64, 4, 4, True), (64, 16, 128, 8, 3, False), (64, 16, 128, 8, 4, False), (64, 16, 128, 8, 3, True),
+    (64, 16, 128, 4, 3, True), (64, 32, 64, 4, 3, True), (64, 32, 128, 8, 3, True), (64, 32, 128, 8, 3, False), (128, 32, 128, 8, 3, True),
+    (128, 16, 128, 8, 3, True), (128, 16, 64, 4, 3, True), (128, 32, 64, 8, 3, True), (128, 64, 128, 8, 3, True),
+)  # fmt: skip
+
+
 def moe_grid(rows: int, floats: bool) -> list[Tile]:
     per = rows * K / min(E, rows * K)
     bms = (16,) if per <= 4 else (16, 32) if per <= 16 else (32, 64, 128) if per <= 64 else (64, 128, 256)
     shapes = PLAIN if floats else MANY if per > 16 else FEW
     bks = (64, 128) if floats else (64,)
-    return [Tile(bm, bn, w, s, 1, bk, scaled) for bm, (bn, w, s, scaled), bk in itertools.product(bms, shapes, bks)]
+    found = [Tile(bm, bn, w, s, 1, bk, scaled) for bm, (bn, w, s, scaled), bk in itertools.product(bms, shapes, bks)]
+    beside = BESIDE if per > 16 and not floats else ()
+    return found + [Tile(bm, bn, w, s, weights=scaled, extra=extra) for bm, extra, bn, w, s, scaled in beside]
 
 
 def dense_grid(rows: int) -> list[Tile]:
@@ -177,7 +188,7 @@ def best(found: list[dict], keys: tuple[str, ...], value: str, most: int = 4) ->
     for key, rows in groups.items():
         for row in sorted(rows, key=lambda r: r[value])[:most]:
             t = row["tile"]
-            shown = f"bm{t['bm']} bn{t['bn']} w{t['warps']} s{t['stages']} split{t['split']} bk{t['bk']}{' weights' * t['weights']}"
+            shown = f"bm{t['bm']}+{t['extra']} bn{t['bn']} w{t['warps']} s{t['stages']} split{t['split']}{' weights' * t['weights']}"
             print(f"{value} {key}: {row[value]:8.2f}  {shown}")
 
 

@@ -15,6 +15,7 @@ T = TypeVar("T")
 class Tile:
     """bm: rows of activations. bn: outputs. split: parts of K that are summed afterwards. bk: columns of a step (float weights only).
 
+    extra: rows beyond bm that are multiplied beside them (integer experts only): sizes of Triton's products are powers of two.
     weights: scales are applied to the weights instead of to the sums (grouped integer weights with bfloat16 activations only).
     options: of AMD's compiler, by name.
     """
@@ -26,7 +27,13 @@ class Tile:
     split: int = 1
     bk: int = 64
     weights: bool = False
+    extra: int = 0
     options: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def rows(self) -> int:
+        """Of one tile."""
+        return self.bm + self.extra
 
 
 #: (most rows of an expert on average, tile of gate and up, tile of down) for packed integer weights. Those of sm_90 were measured on

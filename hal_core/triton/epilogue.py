@@ -1,9 +1,9 @@
-"""What happens to a tile of products before it is stored, and which rows a tile has: shared by the matrix kernels."""
+"""Which rows a tile has, and what happens to its products before they are stored: shared by the matrix kernels."""
 
 import triton
 import triton.language as tl
 
-__all__ = ["activated", "local_expert", "tile_rows"]
+__all__ = ["activated", "finish", "local_expert", "more_rows", "tile_rows"]
 
 
 @triton.jit
@@ -54,9 +54,9 @@ def local_expert(ids, map_ptr, num_experts, experts, HAS_MAP: tl.constexpr):
 @triton.jit
 def tile_rows(
     pid_m, ids_ptr, map_ptr, slots_ptr, tile_expert_ptr, total_ptr, rows, num_experts, experts,
-    ROUTE: tl.constexpr, HAS_MAP: tl.constexpr, BM: tl.constexpr, SUB: tl.constexpr,
+    ROUTE: tl.constexpr, HAS_MAP: tl.constexpr, BM: tl.constexpr, EXTRA: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
-    """Expert of a tile (-1: nothing to do), its slots ``[BM]``, and which of them are there.
+    """Expert of a tile (-1: nothing to do), its first slots ``[BM]``, and which of them are there; :func:`more_rows` gives the others.
 
     ROUTE "plain": rows one after another, one expert. "direct": one slot a tile. "sorted": as the routing kernels wrote it, where SUB of
     these tiles stand for one of theirs.
@@ -71,10 +71,43 @@ def tile_rows(
         slot = pid_m + lane * 0
         there = lane == 0
     else:
-        expert = tl.where(pid_m * BM < tl.load(total_ptr), tl.load(tile_expert_ptr + pid_m // SUB), -1)
+        first = pid_m * (BM + EXTRA)
+        expert = tl.where(first < tl.load(total_ptr), tl.load(tile_expert_ptr + pid_m // SUB), -1)
         if SUB > 1:  # rows come first in a tile of the sort, so that parts of it may be empty
-            expert = tl.where(tl.load(slots_ptr + pid_m * BM) < rows, expert, -1)
-        slot = tl.load(slots_ptr + pid_m * BM + lane)
+            expert = tl.where(tl.load(slots_ptr + first) < rows, expert, -1)
+        slot = tl.load(slots_ptr + first + lane)
         there = slot < rows
         slot = tl.where(there, slot, 0)
     return expert, slot, there
+
+
+@triton.jit
+def more_rows(pid_m, slots_ptr, rows, BM: tl.constexpr, EXTRA: tl.constexpr):
+    """The last slots ``[EXTRA]`` of a sorted tile, and which of them are there."""
+    slot = tl.load(slots_ptr + pid_m * (BM + EXTRA) + BM + tl.arange(0, EXTRA))
+    there = slot < rows
+    return tl.where(there, slot, 0), there
+
+
+@triton.jit
+def finish(
+    up, gate, slot, there, expert, n, N, rows, y_ptr, b_ptr, gb_ptr, router_ptr, alpha, limit,
+    KIND: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ROUTER: tl.constexpr, BIAS: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Router weights ("input": on the products; "output": on the result), biases, activation; then ``y [slots, N]``, or parts of it."""
+    if ROUTER != "none":
+        weight = tl.load(router_ptr + slot, mask=there, other=0.0).to(tl.float32)[None, :]
+    if ROUTER == "input":
+        up *= weight
+        gate *= weight
+    if BIAS:
+        up += tl.load(b_ptr + expert * N + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            gate += tl.load(gb_ptr + expert * N + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    y = activated(up, gate, alpha, limit, KIND, GATED, LIMIT)
+    if ROUTER == "output":
+        y *= weight
+    target = slot.to(tl.int64) * N
+    if SPLIT > 1:
+        target += tl.program_id(1).to(tl.int64) * rows * N
+    tl.store(y_ptr + target[None, :] + n[:, None], y.to(y_ptr.dtype.element_ty), mask=there[None, :] & (n < N)[:, None])

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from hal_core.triton.codes import centred, unpacked
-from hal_core.triton.epilogue import activated, tile_rows
+from hal_core.triton.epilogue import finish, more_rows, tile_rows
 
 __all__ = ["integer_gemm"]
 
@@ -75,11 +75,13 @@ def integer_gemm(
     rows, N, K, n_pad, groups, num_experts, experts, x_div, alpha, limit,
     BITS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, GATED: tl.constexpr, PERM: tl.constexpr, BIAS: tl.constexpr,
     KIND: tl.constexpr, LIMIT: tl.constexpr, ROUTER: tl.constexpr, ROUTE: tl.constexpr, HAS_MAP: tl.constexpr, EVEN_K: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr, SUB: tl.constexpr, WEIGHTS: tl.constexpr,
+    BM: tl.constexpr, EXTRA: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr, SUB: tl.constexpr, WEIGHTS: tl.constexpr,
 ):  # fmt: skip
-    """Tile ``[BM rows, BN outputs]`` of ``y [slots, N]``; with SPLIT > 1 of float32 parts ``[SPLIT, slots, N]``.
+    """Tile ``[BM + EXTRA rows, BN outputs]`` of ``y [slots, N]``; with SPLIT > 1 of float32 parts ``[SPLIT, slots, N]``.
 
-    Weights, scales: see ``layout``. Router weights multiply the products ("input": before the bias) or the result ("output").
+    EXTRA rows, of sorted routes only, are a product of their own with the same weights: these are unpacked once for both, and an expert
+    that gets a few rows more than BM needs no second tile. Weights, scales: see ``layout``. Router weights multiply the products
+    ("input": before the bias) or the result ("output").
     """
     PLANES: tl.constexpr = 16 // BITS
     STEP: tl.constexpr = 32 * PLANES
@@ -97,7 +99,7 @@ def integer_gemm(
         pid_n = pid % num_n
         pid_m = pid // num_n
     expert, slot, there = tile_rows(
-        pid_m, ids_ptr, map_ptr, slots_ptr, tile_expert_ptr, total_ptr, rows, num_experts, experts, ROUTE, HAS_MAP, BM, SUB
+        pid_m, ids_ptr, map_ptr, slots_ptr, tile_expert_ptr, total_ptr, rows, num_experts, experts, ROUTE, HAS_MAP, BM, EXTRA, SUB
     )
     if ROUTE != "plain":
         if expert < 0:
@@ -114,6 +116,11 @@ def integer_gemm(
         gs_ptr += wide * groups * n_pad
         gz_ptr += wide * groups * n_pad
     x_rows = x_ptr + (slot // x_div).to(tl.int64) * K
+    if EXTRA:
+        slot2, there2 = more_rows(pid_m, slots_ptr, rows, BM, EXTRA)
+        x_rows2 = x_ptr + (slot2 // x_div).to(tl.int64) * K
+        up2 = tl.zeros((BN, EXTRA), tl.float32)
+        gate2 = up2
     lane = tl.arange(0, 32 * COUNT)
     first = steps * tl.program_id(1) // SPLIT
     last = steps * (tl.program_id(1) + 1) // SPLIT
@@ -140,34 +147,34 @@ def integer_gemm(
             mask = there[None, :] if EVEN_K else there[None, :] & (k < K)[:, None]
             at = tl.load(perm_ptr + wide * K + k, mask=k < K, other=0) if PERM else k
             x = tl.load(x_rows[None, :] + at[:, None], mask=mask, other=0.0)
+            if EXTRA:
+                mask2 = there2[None, :] if EVEN_K else there2[None, :] & (k < K)[:, None]
+                x2 = tl.load(x_rows2[None, :] + at[:, None], mask=mask2, other=0.0)
             # the last step may reach beyond the last group, with codes of zero
             inner = tl.minimum((step * STEP + part * 32 * COUNT) // GROUP, groups - 1) if GROUPED else 0
             up = _product(
                 up, words, x, s_ptr, z_ptr, scale, zero, inner, inside, n_pad, BITS, part * COUNT, COUNT, ZERO, GROUPED, AHEAD, WEIGHTS
             )
+            if EXTRA:
+                up2 = _product(
+                    up2, words, x2, s_ptr, z_ptr, scale, zero, inner, inside, n_pad, BITS, part * COUNT, COUNT, ZERO, GROUPED, AHEAD,
+                    WEIGHTS,
+                )  # fmt: skip
             if GATED:
                 if PERM:
                     gat = tl.load(gperm_ptr + wide * K + k, mask=k < K, other=0)
                     x = tl.load(x_rows[None, :] + gat[:, None], mask=mask, other=0.0)
                 gate = _product(
-                    gate,
-                    gwords,
-                    x,
-                    gs_ptr,
-                    gz_ptr,
-                    gscale,
-                    gzero,
-                    inner,
-                    inside,
-                    n_pad,
-                    BITS,
-                    part * COUNT,
-                    COUNT,
-                    ZERO,
-                    GROUPED,
-                    AHEAD,
+                    gate, gwords, x, gs_ptr, gz_ptr, gscale, gzero, inner, inside, n_pad, BITS, part * COUNT, COUNT, ZERO, GROUPED, AHEAD,
                     WEIGHTS,
-                )
+                )  # fmt: skip
+                if EXTRA:
+                    if PERM:
+                        x2 = tl.load(x_rows2[None, :] + gat[:, None], mask=mask2, other=0.0)
+                    gate2 = _product(
+                        gate2, gwords, x2, gs_ptr, gz_ptr, gscale, gzero, inner, inside, n_pad, BITS, part * COUNT, COUNT, ZERO, GROUPED,
+                        AHEAD, WEIGHTS,
+                    )  # fmt: skip
         if GROUPED and AHEAD:
             scale = next_scale
             zero = next_zero
@@ -176,20 +183,12 @@ def integer_gemm(
     if not GROUPED:
         up *= scale.to(tl.float32)[:, None]
         gate *= gscale.to(tl.float32)[:, None]
-    if ROUTER != "none":
-        weight = tl.load(router_ptr + slot, mask=there, other=0.0).to(tl.float32)[None, :]
-    if ROUTER == "input":
-        up *= weight
-        gate *= weight
-    if BIAS:
-        bias = b_ptr + wide * N + n
-        up += tl.load(bias, mask=n < N, other=0.0).to(tl.float32)[:, None]
-        if GATED:
-            gate += tl.load(gb_ptr + wide * N + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-    y = activated(up, gate, alpha, limit, KIND, GATED, LIMIT)
-    if ROUTER == "output":
-        y *= weight
-    target = slot.to(tl.int64) * N
-    if SPLIT > 1:
-        target += tl.program_id(1).to(tl.int64) * rows * N
-    tl.store(y_ptr + target[None, :] + n[:, None], y.to(y_ptr.dtype.element_ty), mask=there[None, :] & (n < N)[:, None])
+    finish(up, gate, slot, there, wide, n, N, rows, y_ptr, b_ptr, gb_ptr, router_ptr, alpha, limit, KIND, GATED, LIMIT, ROUTER, BIAS, SPLIT)
+    if EXTRA:
+        if not GROUPED:
+            up2 *= scale.to(tl.float32)[:, None]
+            gate2 *= gscale.to(tl.float32)[:, None]
+        finish(
+            up2, gate2, slot2, there2, wide, n, N, rows, y_ptr, b_ptr, gb_ptr, router_ptr, alpha, limit, KIND, GATED, LIMIT, ROUTER, BIAS,
+            SPLIT,
+        )  # fmt: skip

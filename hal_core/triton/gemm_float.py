@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from hal_core.triton.epilogue import activated, tile_rows
+from hal_core.triton.epilogue import finish, tile_rows
 
 __all__ = ["float_gemm"]
 
@@ -47,7 +47,7 @@ def float_gemm(
         pid_n = pid % num_n
         pid_m = pid // num_n
     expert, slot, there = tile_rows(
-        pid_m, ids_ptr, map_ptr, slots_ptr, tile_expert_ptr, total_ptr, rows, num_experts, experts, ROUTE, HAS_MAP, BM, SUB
+        pid_m, ids_ptr, map_ptr, slots_ptr, tile_expert_ptr, total_ptr, rows, num_experts, experts, ROUTE, HAS_MAP, BM, 0, SUB
     )
     if ROUTE != "plain":
         if expert < 0:
@@ -96,19 +96,4 @@ def float_gemm(
         up *= tl.load(ws_ptr + wide * N + inside)[:, None] * x_scale[None, :]
         if GATED:
             gate *= tl.load(gws_ptr + wide * N + inside)[:, None] * x_scale[None, :]
-    if ROUTER != "none":
-        weight = tl.load(router_ptr + slot, mask=there, other=0.0).to(tl.float32)[None, :]
-    if ROUTER == "input":
-        up *= weight
-        gate *= weight
-    if BIAS:
-        up += tl.load(b_ptr + wide * N + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-        if GATED:
-            gate += tl.load(gb_ptr + wide * N + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-    y = activated(up, gate, alpha, limit, KIND, GATED, LIMIT)
-    if ROUTER == "output":
-        y *= weight
-    target = slot.to(tl.int64) * N
-    if SPLIT > 1:
-        target += tl.program_id(1).to(tl.int64) * rows * N
-    tl.store(y_ptr + target[None, :] + n[:, None], y.to(y_ptr.dtype.element_ty), mask=there[None, :] & (n < N)[:, None])
+    finish(up, gate, slot, there, wide, n, N, rows, y_ptr, b_ptr, gb_ptr, router_ptr, alpha, limit, KIND, GATED, LIMIT, ROUTER, BIAS, SPLIT)

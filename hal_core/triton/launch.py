@@ -135,7 +135,7 @@ class Route:
 
     def sub(self, tile: Tile) -> int:
         """Tiles of a product that one tile of the sort falls into."""
-        return self.bm // tile.bm if self.kind == "sorted" else 1
+        return self.bm // tile.rows if self.kind == "sorted" else 1
 
 
 def plain(x: Tensor, bm: int) -> Route:
@@ -264,7 +264,7 @@ def integer_product(
         "perm_ptr": up.codes if up.perm is None else up.perm, "gperm_ptr": other.codes if other.perm is None else other.perm,
         "N": up.n, "K": up.k, "n_pad": up.codes.shape[-2], "groups": up.scales.shape[-2],
         "BITS": up.bits, "GROUP": up.scale_group, "ZERO": up.zero_kind, "PERM": up.perm is not None,
-        "EVEN_K": up.k % step_size(up.bits) == 0, "WEIGHTS": tile.weights and x.dtype == torch.bfloat16,
+        "EVEN_K": up.k % step_size(up.bits) == 0, "WEIGHTS": tile.weights and x.dtype == torch.bfloat16, "EXTRA": tile.extra,
         **_route_values(route, tile, x_div), **_epilogue_values(epilogue, up.bias is not None, gate is not None),
     }  # fmt: skip
     run(gemm.integer_gemm, (route.tiles * route.sub(tile) * -(-up.n // tile.bn), tile.split), values, tile.warps, tile.stages)

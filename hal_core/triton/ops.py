@@ -156,7 +156,7 @@ def moe(
     if slots <= _DIRECT:
         route = direct(ids, weights, expert_map, experts.num_experts, experts.local)
     else:
-        bm = max(tile.bm for tile in tiles)
+        bm = max(tile.rows for tile in tiles)
         route = sorted_by_expert(ids, weights, expert_map, experts.num_experts, experts.local, bm, flag, experts.scratch)
     inner = torch.empty(slots, experts.up.n, dtype=x.dtype, device=x.device)
     hidden, scales = _quantized(x, experts)

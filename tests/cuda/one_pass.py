@@ -77,7 +77,7 @@ def tried(*names: str) -> None:
     for name in names:
         trial = try_kernel(name, BY_NAME[name], machine)
         print(name, trial, flush=True)
-        assert trial.status == "passed", trial
+        assert trial.outcome == "passed", trial
 
 
 def products() -> None:

@@ -52,10 +52,13 @@ def test_large_linear(scheme, rows):
     assert cases.distance(found, wanted) < (cases.FP8_BOUND if scheme.startswith("fp8") else cases.BOUND["bf16"])
 
 
-@pytest.mark.parametrize("tiles", [(32, 64, 4, False), (64, 128, 8, True), (128, 64, 8, False), (128, 128, 8, True)])
-def test_every_tile_gives_the_same_numbers(tiles):
-    block = cases.Block("int4:g128", 512, 256, 200, experts=4, device=DEVICE)
-    tile = Tile(tiles[0], tiles[1], tiles[2], 3, weights=tiles[3])
+@pytest.mark.parametrize(
+    "tiles", [(32, 64, 4, False, 0), (64, 128, 8, True, 0), (128, 64, 8, False, 0), (128, 128, 8, True, 0), (64, 64, 4, False, 16)]
+)
+@pytest.mark.parametrize("scheme", ["int4:g128", "int4:g32:zero:act_order", "int8:channel"])
+def test_every_tile_gives_the_same_numbers(tiles, scheme):
+    block = cases.Block(scheme, 512, 256, 200, experts=4, device=DEVICE, bias=True)
+    tile = Tile(tiles[0], tiles[1], tiles[2], 3, weights=tiles[3], extra=tiles[4])
     assert cases.distance(block.run((tile, tile)), block.truth()) < block.bound
 
 

@@ -19,6 +19,7 @@ import triton_interpreter
 from hal_core.check import check
 from hal_core.errors import ShapeError
 from hal_core.triton import launch
+from hal_core.triton.configs import Tile
 
 triton_interpreter.repair()
 
@@ -40,7 +41,7 @@ def test_experts_are_within_their_bound_and_wrong_ids_are_raised(arguments):
     assert cases.distance(found, block.truth()) < block.bound
 
 
-def test_many_slots_are_sorted_in_three_kernels(monkeypatch):
+def test_many_slots_are_sorted_in_two_kernels(monkeypatch):
     monkeypatch.setattr(launch, "_FEW", 16)
     monkeypatch.setattr(launch, "_CHUNK", 32)
     block = cases.Block("int4:g32", 64, 32, 50, wrong=True)
@@ -48,6 +49,16 @@ def test_many_slots_are_sorted_in_three_kernels(monkeypatch):
     with pytest.raises(ShapeError, match="9 at token 25, slot 0"):
         check()
     assert cases.distance(found, block.truth()) < block.bound
+
+
+@pytest.mark.parametrize(
+    "options", [{"mapped": True}, {"scheme": "int4:g32:zero:act_order", "bias": True}, {"scheme": "int8:channel"}], ids=str
+)
+def test_rows_beside_a_tile_and_tiles_in_a_tile_of_the_sort(options):
+    block = cases.Block(**{"scheme": "int4:g32", "hidden": 64, "inner": 33, "tokens": 60, "experts": 4, **options})
+    found = block.run((Tile(16, 64, 4, 3, extra=16), Tile(32, 64, 4, 3, extra=32)))
+    assert cases.distance(found, block.truth()) < block.bound
+    check()
 
 
 def test_no_tokens():
