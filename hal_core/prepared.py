@@ -1,112 +1,160 @@
-"""What ops over other libraries' functions share: buffers that keep their types, and checks that need no device.
-
-Everything here is known without waiting for a device.
-"""
+"""What prepared ops of several backends share: packed matrices as buffers, and checks that need no device."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hal_core.dtypes import torch_dtype
-from hal_core.errors import ShapeError, UnfitWeightsError
-from hal_core.ops import Routed
-from hal_core.weight_checks import refuse_gradients
+from hal_core.errors import ShapeError
+from hal_core.ops import MoEExperts, QuantLinear, Routed
+from hal_core.weight_checks import check_linear_weights, check_moe_weights, check_same_kind, kinds_of, refuse_gradients
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from hal_core.canonical import QuantizedTensor
+    from hal_core.kernel import LinearWeights, MoEWeights
+    from hal_core.spec import LinearSpec, MoESpec
 
-    from hal_core.spec import MoESpec
-
-__all__ = ["FixedBuffers", "check_out", "check_routing", "check_rows", "rounded_scales"]
-
-#: Half a unit in the last place of a normal number.
-_ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
+__all__ = ["PreparedExperts", "PreparedLinear"]
 
 
-class FixedBuffers(nn.Module):
-    """Base of modules with packed buffers, bound to the device that they were prepared on.
-
-    ``model.to(dtype)`` casts floating buffers, and kernels read these by their own dtypes.
-    """
-
-    def _apply(self, fn: Any, recurse: bool = True) -> FixedBuffers:
-        kept: dict[str, Tensor] = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, before in kept.items():
-            after = self._buffers[name]
-            if after is None or after.dtype == before.dtype:
-                continue
-            self._buffers[name] = before
-            if after.device != before.device:
-                raise ShapeError(f"{type(self).__name__} prepared on {before.device}", f"moved to {after.device}", "prepare it there")
-        return self
-
-
-def check_rows(asked: str, x: Any, k: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """``x [.., K]`` as contiguous rows ``[M, K]``; raises where it is not of this width, dtype and device."""
-    if not isinstance(x, torch.Tensor):
+def _rows(asked: str, x: Any, k: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if not isinstance(x, Tensor):
         raise ShapeError(f"{asked} input", f"a {type(x).__name__}", "this kernel takes unquantized activations")
     if x.dim() < 1 or x.shape[-1] != k or x.dtype != dtype or x.device != device:
-        found = f"x is {x.dtype} {list(x.shape)} on {x.device}"
-        raise ShapeError(f"{asked} input", found, f"give {dtype} [.., {k}] on {device}")
-    if x.requires_grad:
-        refuse_gradients(asked, x)
-    if x.dim() == 2 and x.is_contiguous():
-        return x
+        raise ShapeError(f"{asked} input", f"{x.dtype} {list(x.shape)} on {x.device}", f"give {dtype} [.., {k}] on {device}")
+    refuse_gradients(asked, x)
     return x.reshape(-1, k).contiguous()
 
 
-def check_out(asked: str, out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """``out``, or new memory; raises where it does not fit the result."""
+def _room(asked: str, out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if out is None:
         return torch.empty(shape, dtype=dtype, device=device)
     if tuple(out.shape) != shape or out.dtype != dtype or out.device != device or not out.is_contiguous():
-        found = f"out is {out.dtype} {list(out.shape)} on {out.device}{'' if out.is_contiguous() else ', not contiguous'}"
-        raise ShapeError(f"{asked} output", found, f"give contiguous {dtype} {list(shape)} on {device}")
+        found = f"{out.dtype} {list(out.shape)} on {out.device}{'' if out.is_contiguous() else ', not contiguous'}"
+        raise ShapeError(f"{asked} out", found, f"give contiguous {dtype} {list(shape)} on {device}")
     return out
 
 
-def check_routing(asked: str, spec: MoESpec, x: Any, routing: Any, expert_map: Tensor | None) -> Routed:
-    """The routing with contiguous int32 ids; raises where shapes, dtypes or devices do not agree.
+class _Prepared(nn.Module):
+    """Views of packed buffers, made anew when these move. asked: the op in messages."""
 
-    Ids themselves are on the device: those out of range are left out by the steps.
-    """
-    if not isinstance(routing, Routed) or not isinstance(x, torch.Tensor):
-        found = f"{type(x).__name__} with {type(routing).__name__}"
-        raise ShapeError(asked, found, "give a tensor and Routed(topk_ids, topk_weights)")
-    ids, weights = routing.topk_ids, routing.topk_weights
-    if x.dim() != 2 or tuple(ids.shape) != (x.shape[0], spec.top_k) or ids.shape != weights.shape:
-        found = f"x {list(x.shape)}, topk_ids {list(ids.shape)}, topk_weights {list(weights.shape)}"
-        raise ShapeError(f"{asked} input", found, f"give x [T, {spec.hidden}], ids and weights [T, {spec.top_k}]")
-    if ids.dtype not in {torch.int32, torch.int64} or not weights.is_floating_point():
-        raise ShapeError(f"{asked} routing", f"topk_ids {ids.dtype}, topk_weights {weights.dtype}", "give int32 ids and float32 weights")
-    if ids.device != x.device or weights.device != x.device:
-        raise ShapeError(f"{asked} routing", f"on {ids.device} and {weights.device}, x on {x.device}", "keep all on one device")
-    if (expert_map is not None) != spec.expert_map or (expert_map is not None and tuple(expert_map.shape) != (spec.num_experts,)):
-        found = "missing" if expert_map is None else f"shape {list(expert_map.shape)}"
-        raise ShapeError(f"{asked} expert_map", found, f"the spec says expert_map={spec.expert_map} for {spec.num_experts} experts")
-    if expert_map is None and spec.local != spec.num_experts:
-        raise ShapeError(asked, f"{spec.local} of {spec.num_experts} experts without an expert_map", "give the map of local ids")
-    return Routed(ids.to(torch.int32).contiguous(), weights.float().contiguous())
+    asked: ClassVar[str]
+    device: torch.device
+
+    @abstractmethod
+    def packed(self, weight: QuantizedTensor) -> Any:
+        """A weight as the op holds it: a module with ``update`` and ``unpack``."""
+
+    @abstractmethod
+    def refresh(self) -> None:
+        """Take up the buffers as they are, and where they lie."""
+
+    def _apply(self, fn: object, recurse: bool = True) -> _Prepared:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.refresh()
+        return self
+
+    def _hold_bias(self, name: str, bias: Tensor | None) -> None:
+        # integers of the same bits: Module.to(dtype) would round a float buffer
+        self.register_buffer(name, None if bias is None else bias.float().view(torch.int32))
+
+    def held_bias(self, name: str) -> Tensor | None:
+        """A bias as float32."""
+        held = self._buffers[name]
+        return None if held is None else held.view(torch.float32)
+
+    def _update_bias(self, name: str, bias: Tensor | None) -> None:
+        if bias is not None:
+            self.get_buffer(name).copy_(bias.float().view(torch.int32))
 
 
-def rounded_scales(asked: str, scales: Tensor, dtype: str) -> Tensor:
-    """Float scales in ``dtype``, each within half a unit of its last place.
+class PreparedLinear(_Prepared, QuantLinear):
+    """One packed matrix ``weight`` and its ``bias``."""
 
-    Raises:
-        UnfitWeightsError: scales that are no floats, or that ``dtype`` holds only as zero, infinity, or with more than a rounding's error.
-    """
-    if not scales.is_floating_point():
-        raise UnfitWeightsError(asked, f"scales are {scales.dtype}", "convert them to float32, or use another kernel")
-    kind = torch_dtype(dtype)
-    cast = scales.to(kind)
-    if scales.dtype == kind:
-        return cast
-    wrong = (cast.double() - scales.double()).abs() > scales.double().abs() * _ROUNDING[kind]
-    if bool(wrong.any() | ~torch.isfinite(cast).all()):
-        found = f"{int(wrong.sum())} scales of {scales.dtype} are outside the range of {dtype}"
-        raise UnfitWeightsError(asked, found, "run the model in another dtype, or use another kernel")
-    return cast
+    def __init__(self, spec: LinearSpec, weights: LinearWeights) -> None:
+        super().__init__()
+        check_linear_weights(spec, weights)
+        self.spec, self.kinds = spec, kinds_of(weights)
+        self.dtype, self.output = torch_dtype(spec.dtype), torch_dtype(spec.output)
+        self.weight = self.packed(weights.weight)
+        self._hold_bias("bias", weights.bias)
+        self.refresh()
+
+    def checked(self, x: Any) -> tuple[Tensor, tuple[int, ...]]:
+        """``x`` as contiguous rows, and the shape of the result; raises where it is not of the spec's width and dtype, or elsewhere."""
+        rows = _rows(self.asked, x, self.spec.k, self.dtype, self.device)
+        return rows, (*x.shape[:-1], self.spec.n)
+
+    def room(self, out: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+        """``out``, or new memory; raises where it does not fit."""
+        return _room(self.asked, out, shape, self.output, self.device)
+
+    def update(self, weights: LinearWeights) -> None:
+        check_linear_weights(self.spec, weights)
+        check_same_kind(self.kinds, weights)
+        self.weight.update(weights.weight)
+        self._update_bias("bias", weights.bias)
+
+
+class PreparedExperts(_Prepared, MoEExperts):
+    """Packed matrices ``gate`` (or None), ``up`` and ``down`` of all experts, and their biases."""
+
+    def __init__(self, spec: MoESpec, weights: MoEWeights) -> None:
+        super().__init__()
+        check_moe_weights(spec, weights)
+        self.spec, self.kinds = spec, kinds_of(weights)
+        self.dtype, self.output = torch_dtype(spec.dtype), torch_dtype(spec.output)
+        self.gate = None if weights.gate is None else self.packed(weights.gate)
+        self.up, self.down = self.packed(weights.up), self.packed(weights.down)
+        for name in ("gate_bias", "up_bias", "down_bias"):
+            self._hold_bias(name, getattr(weights, name))
+        self.refresh()
+
+    def checked(self, x: Any) -> Tensor:
+        """``x`` as contiguous rows; raises where it is not of the spec's width and dtype, or elsewhere."""
+        return _rows(self.asked, x, self.spec.hidden, self.dtype, self.device)
+
+    def room(self, out: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+        """``out``, or new memory; raises where it does not fit."""
+        return _room(self.asked, out, shape, self.output, self.device)
+
+    def routing(self, routing: Any, x: Any, expert_map: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Contiguous ids and weights; raises where shapes, dtypes or devices do not agree. What ids are is seen on the device."""
+        s = self.spec
+        if not isinstance(routing, Routed) or not isinstance(x, Tensor):
+            found = f"{type(x).__name__} with {type(routing).__name__}"
+            raise ShapeError(self.asked, found, "give a tensor and Routed(topk_ids, topk_weights)")
+        ids, weights = routing.topk_ids, routing.topk_weights
+        if x.dim() != 2 or tuple(ids.shape) != (x.shape[0], s.top_k) or ids.shape != weights.shape:
+            found = f"x {list(x.shape)}, topk_ids {list(ids.shape)}, topk_weights {list(weights.shape)}"
+            raise ShapeError("experts input", found, f"give x [T, {s.hidden}], ids and weights [T, {s.top_k}]")
+        if ids.dtype not in (torch.int32, torch.int64) or not weights.is_floating_point():
+            raise ShapeError("experts routing", f"topk_ids {ids.dtype}, topk_weights {weights.dtype}", "give int32 ids and float32 weights")
+        if (expert_map is not None) != s.expert_map or (expert_map is not None and tuple(expert_map.shape) != (s.num_experts,)):
+            found = "missing" if expert_map is None else f"shape {list(expert_map.shape)}"
+            raise ShapeError("experts expert_map", found, f"the spec says expert_map={s.expert_map} for {s.num_experts} experts")
+        if expert_map is not None and expert_map.dtype not in (torch.int32, torch.int64):
+            raise ShapeError("experts expert_map", f"{expert_map.dtype}", "give int32 local ids")
+        if expert_map is None and s.local != s.num_experts:
+            raise ShapeError("experts", f"{s.local} of {s.num_experts} experts without an expert_map", "give the map of local ids")
+        places = {t.device for t in (ids, weights, *(() if expert_map is None else (expert_map,)))}
+        if places != {self.device}:
+            raise ShapeError("experts routing", f"on {', '.join(map(str, places))}", f"keep all on {self.device}")
+        return ids.contiguous(), weights.contiguous()
+
+    def workspace_size(self, max_tokens: int) -> int:
+        return 0  # scratch comes from torch's allocator, which captured graphs keep
+
+    def update(self, weights: MoEWeights) -> None:
+        check_moe_weights(self.spec, weights)
+        check_same_kind(self.kinds, weights)
+        for name in ("gate", "up", "down"):
+            matrix: Any = getattr(self, name)
+            if matrix is not None:
+                matrix.update(getattr(weights, name))
+        for name in ("gate_bias", "up_bias", "down_bias"):
+            self._update_bias(name, getattr(weights, name))

@@ -138,7 +138,7 @@ class StepMatrix(nn.Module):
 
     def unpack(self) -> QuantizedTensor:
         """The canonical tensor that was packed, bit for bit."""
-        codes = unpack_steps(self.get_buffer("codes"), self.n, self.k, self.scheme.bits)
+        codes = self._unpacked(self.get_buffer("codes"))
         perm, g_idx = self._buffers["perm"], None
         if perm is not None:
             inverse = torch.argsort(perm.long(), dim=-1)
@@ -152,6 +152,10 @@ class StepMatrix(nn.Module):
             return None if held is None else held[..., :rows].transpose(-1, -2).clone(memory_format=torch.contiguous_format)
 
         return QuantizedTensor(self.scheme, self.shape, values, grid("scales"), grid("zeros"), grid("mins"), g_idx)
+
+    def _unpacked(self, words: Tensor) -> Tensor:
+        """Codes as the layout stores them, uint8 ``[.., N, K]``."""
+        return unpack_steps(words, self.n, self.k, self.scheme.bits)
 
     def _values(self, fields: Tensor) -> Tensor:
         """Inverse of :meth:`_fields`."""
