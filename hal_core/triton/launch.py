@@ -25,12 +25,15 @@ __all__ = [
     "weighted_sum", "widened",
 ]  # fmt: skip
 
+#: Launches overlap where the device can; a benchmark turns it off.
+OVERLAP = True
 #: Slots that one program sorts, and slots of one program when there are more.
 _FEW, _CHUNK = 1024, 256
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], values: dict[str, Any], warps: int, stages: int) -> None:
-    kernel[grid](**values, num_warps=warps, num_stages=stages)
+    options = {"launch_pdl": True} if values.get("PDL") else {}
+    kernel[grid](**values, num_warps=warps, num_stages=stages, **options)
 
 
 #: Replaced by tests that only compile.
@@ -45,6 +48,12 @@ def arch_of(device: torch.device) -> str:
     properties = torch.cuda.get_device_properties(device)
     name = getattr(properties, "gcnArchName", "") if torch.version.hip else ""
     return name.partition(":")[0] or f"sm_{properties.major}{properties.minor}"
+
+
+def overlaps(device: torch.device) -> bool:
+    """Whether a launch may come before the end of the kernel before it, which the new one then waits for itself."""
+    arch = arch_of(device)
+    return OVERLAP and arch.startswith("sm_") and int(arch[3:]) >= 90
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,7 +201,7 @@ def sort_slots(
     slots, tile_expert, total, at, ends, starts, ranks = _rooms(ids.device, sizes)
     shared: dict[str, Any] = {
         "ids_ptr": ids, "map_ptr": ids if expert_map is None else expert_map, "numel": numel, "num_experts": num_experts,
-        "experts": experts, "HAS_MAP": expert_map is not None, "slots_ptr": slots, "PLACES": placed,
+        "experts": experts, "HAS_MAP": expert_map is not None, "slots_ptr": slots, "PLACES": placed, "PDL": overlaps(ids.device),
     }  # fmt: skip
     laid = {
         "flag_ptr": flag, "top_k": top_k, "scratch_ptr": scratch, "tile_expert_ptr": tile_expert, "total_ptr": total,
@@ -217,6 +226,7 @@ def spread_slots(ids: Tensor, expert_map: Tensor | None, num_experts: int, exper
         "ids_ptr": ids, "map_ptr": ids if expert_map is None else expert_map, "flag_ptr": flag, "slots_ptr": slots,
         "tile_expert_ptr": tile_expert, "total_ptr": total, "numel": numel, "num_experts": num_experts, "experts": experts, "top_k": top_k,
         "HAS_MAP": expert_map is not None, "P": 1 << (numel - 1).bit_length(), "BM": bm, "BM2": 1 << (bm - 1).bit_length(),
+        "PDL": overlaps(ids.device),
     }  # fmt: skip
     run(routing.direct_slots, (1,), values, 4, 1)
     return Sorted(slots, tile_expert, total)
@@ -240,7 +250,7 @@ def _route_values(route: Route, tile: Tile, x_div: int) -> dict[str, Any]:
     return {
         **dict(zip(names, route.tensors, strict=True)), "rows": route.rows, "num_experts": route.num_experts, "experts": route.experts,
         "x_div": x_div, "ROUTE": route.kind, "HAS_MAP": route.has_map, "BM": tile.bm, "BN": tile.bn, "SPLIT": tile.split,
-        "SUB": route.sub(tile), **dict(tile.options),
+        "SUB": route.sub(tile), "PDL": overlaps(route.tensors[0].device), **dict(tile.options),
     }  # fmt: skip
 
 
@@ -318,7 +328,7 @@ def sum_slots(
         "y_ptr": y, "out_ptr": out, "ids_ptr": ids, "map_ptr": mapping, "b_ptr": y if bias is None else bias,
         "flag_ptr": y if flag is None else flag, "rows": rows, "H": h, "part_stride": route.rows * h, "num_experts": route.num_experts,
         "experts": route.experts, "scaling": scaling, "TOP_K": route.rows // rows, "PARTS": parts, "ROUTED": route.kind != "plain",
-        "HAS_MAP": route.has_map, "BIAS": bias is not None, "FLAG": flag is not None, "BH": width,
+        "HAS_MAP": route.has_map, "BIAS": bias is not None, "FLAG": flag is not None, "BH": width, "PDL": overlaps(y.device),
     }  # fmt: skip
     run(routing.slot_sum, (rows, -(-h // width)), values, 4, 1)
 
@@ -337,7 +347,7 @@ def weighted_sum(
         "y_ptr": y, "out_ptr": out, "ids_ptr": ids, "weights_ptr": weights, "H": width,
         "map_ptr": ids if expert_map is None else expert_map,
         "num_experts": num_experts, "experts": experts, "scaling": float(scaling), "TOP_K": top_k, "SUM": out.dim() == 2,
-        "HAS_MAP": expert_map is not None, "PLACES": placed, "BH": block,
+        "HAS_MAP": expert_map is not None, "PLACES": placed, "BH": block, "PDL": overlaps(y.device),
     }  # fmt: skip
     run(routing.weighted_sum, (tokens, -(-width // block)), values, max(1, block // 256), 1)
 
@@ -349,7 +359,7 @@ def activate(up: Tensor, gate: Tensor | None, out: Tensor, epilogue: Epilogue) -
     values = {
         "up_ptr": up, "gate_ptr": up if gate is None else gate, "out_ptr": out, "rows": rows, "width": width, "stride": up.stride(0),
         "alpha": float(epilogue.alpha), "limit": float(epilogue.limit or 0.0), "KIND": epilogue.kind, "GATED": gate is not None,
-        "LIMIT": epilogue.limit is not None, "BR": tall, "BI": wide,
+        "LIMIT": epilogue.limit is not None, "BR": tall, "BI": wide, "PDL": overlaps(up.device),
     }  # fmt: skip
     run(routing.activate_rows, (-(-rows // tall), -(-width // wide)), values, 1 if tall == 1 else 4, 1)
 
