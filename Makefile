@@ -33,6 +33,8 @@ FLASHINFER_NEXT := flashinfer-python==0.7.2.post1
 PROVIDER_TESTS := $(addprefix tests/cuda/providers/test_,flashinfer_calls.py flashinfer_experts.py flashinfer_layouts.py tuner_cache.py)
 # Published as a pre-release only, and never installed: its source is read for signatures.
 AITER := amd-aiter==0.1.7.post2.dev18
+# What torch 2.11 brings, beside the newer one of the environment.
+OLDER_TRITON := triton==3.6.0
 INTERPRETED := tests/cuda/test_triton_interpreter.py tests/cuda/test_conformance_interpreted.py
 
 .DEFAULT_GOAL := help
@@ -56,9 +58,10 @@ test-cuda: $(CUDA_VENV)/installed $(CUDA_VENV)/providers  ## the CUDA backend wi
 	TRITON_DEFAULT_FP_FUSION=1 TRITON_INTERPRET=1 $(CUDA_VENV)/bin/pytest -m "not slow" $(INTERPRETED) $(PYTEST_ARGS)
 	PYTHONPATH=$(CUDA_VENV)/next $(CUDA_VENV)/bin/pytest -m "not slow" $(PROVIDER_TESTS) $(PYTEST_ARGS)
 
-test-rocm: $(CUDA_VENV)/installed $(CUDA_VENV)/rocm $(CUDA_VENV)/aiter  ## the ROCm backend without a GPU: kernels compiled for each target, numbers in the interpreter, calls into AITER bound
+test-rocm: $(CUDA_VENV)/installed $(CUDA_VENV)/rocm $(CUDA_VENV)/aiter $(CUDA_VENV)/older  ## the ROCm backend without a GPU: kernels compiled for each target, numbers in the interpreter, calls into AITER bound
 	TRITON_DEFAULT_FP_FUSION=1 $(CUDA_VENV)/bin/pytest -m "not slow" tests/rocm $(PYTEST_ARGS)
 	TRITON_DEFAULT_FP_FUSION=1 TRITON_INTERPRET=1 $(CUDA_VENV)/bin/pytest -m "not slow" tests/rocm/test_conformance_interpreted.py tests/rocm/test_fnuz.py tests/rocm/test_aiter_ops.py $(PYTEST_ARGS)
+	TRITON_DEFAULT_FP_FUSION=1 PYTHONPATH=$(CUDA_VENV)/older-triton $(CUDA_VENV)/bin/pytest -m "not slow" tests/rocm/test_offline.py $(PYTEST_ARGS)
 
 lint: $(STAMPS)/dev  ## ruff over the whole repository, mypy --strict over hal_core, actionlint over the workflows
 	$(BIN)/ruff check .
@@ -141,6 +144,11 @@ $(CUDA_VENV)/installed: $(STAMPS)/core-wheel $(STAMPS)/cuda-wheel $(CUDA_VENV)/d
 # Beside the CUDA backend, in one environment: neither may break the other.
 $(CUDA_VENV)/rocm: $(STAMPS)/rocm-wheel $(CUDA_VENV)/installed
 	$(CUDA_VENV)/bin/python -m pip --no-input install -q --force-reinstall --no-deps dist/hal_backend_rocm-*.whl
+	@touch $@
+
+$(CUDA_VENV)/older: Makefile | $(CUDA_VENV)/deps
+	rm -rf $(CUDA_VENV)/older-triton
+	$(CUDA_VENV)/bin/python -m pip --no-input install -q --no-deps --target $(CUDA_VENV)/older-triton $(OLDER_TRITON)
 	@touch $@
 
 $(CUDA_VENV)/aiter: Makefile | $(CUDA_VENV)/deps

@@ -1,7 +1,8 @@
 """Which matrix instruction Triton makes of a product, by type and target; where it makes none, why a kernel refuses the target.
 
 A product without its instruction still compiles: Triton widens the operands and multiplies in another unit, several times slower and with
-other rounding, and mostly without saying so. Every pair here is compiled and looked at by tests/rocm/test_offline.py, with Triton 3.9.
+other rounding, and mostly without saying so. Every pair here is compiled and looked at by tests/rocm/test_offline.py, with Triton 3.9
+and 3.6; the older one fails on some of those that have no instruction.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Product:
 
 
 _WIDENED = "no MFMA of it: Triton widens it to float16"
+_UNSCALED = "no MFMA with scales of blocks: Triton 3.9 widens to bfloat16, Triton 3.6 does not compile it"
 PRODUCTS: dict[tuple[str, str], Product] = {
     ("bf16", "gfx90a"): Product(r"v_mfma_f32_(16x16x16|32x32x8)bf16_1k"),
     ("bf16", "gfx942"): Product(r"v_mfma_f32_(16x16x16|32x32x8)_bf16"),
@@ -47,6 +49,10 @@ PRODUCTS: dict[tuple[str, str], Product] = {
     ("e4m3fn", "gfx90a"): Product("", _WIDENED),
     ("e4m3fn", "gfx942"): Product("", _WIDENED),
     ("e4m3fn", "gfx950"): Product(r"v_mfma_f32_(16x16x128|32x32x64)_f8f6f4"),
+    # Both operands, as tl.dot_scaled takes them; no kernel of ours does.
+    ("mxfp4", "gfx90a"): Product("", _UNSCALED),
+    ("mxfp4", "gfx942"): Product("", _UNSCALED),
+    ("mxfp4", "gfx950"): Product(r"v_mfma_scale_f32_(16x16x128|32x32x64)_f8f6f4"),
 }
 
 

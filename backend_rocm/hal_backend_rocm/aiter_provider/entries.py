@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hal_backend_rocm.aiter_provider import VERSIONS
+from hal_backend_rocm.targets import PRODUCTS
 from hal_core.calls import Call
 from hal_core.kernel import SchemeSet
 from hal_core.numerics import ActivationQuant, Numerics
@@ -90,7 +91,7 @@ def _moe(*more: str) -> Call:
 _CHANNEL, _BLOCK, _GROUP = GranularityKind.CHANNEL, GranularityKind.BLOCK, GranularityKind.GROUP
 _MXFP4 = SchemeSet(("mxfp4",), (_GROUP,), (ZeroKind.NONE,), act_order=False, group_multiple=32)
 _CK4 = "csrc/ck_gemm_moe_2stages_codegen/gemm_moe_ck2stages_common.py"
-_SCALED = "a limit of ours: gfx950 has the scaled matrix instructions"
+_SCALED = PRODUCTS["mxfp4", "gfx942"].why
 _SWIGLU = "3rdparty/composable_kernel/include/ck_tile/ops/flatmm/kernel/moe_flatmm_kernel.hpp:155"
 _TOKENS, _GROUPS = ActivationQuant("fp8_e4m3", "token"), ActivationQuant("fp8_e4m3", "g128")
 _STAGE1 = "csrc/py_itfs_cu/asm_moe_2stage.cu:187, hsa/*/fmoe_2stages/*.csv tile_n"
