@@ -247,8 +247,8 @@ def _count(text: str) -> int:
     return total
 
 
-#: Libraries of kernels that backends call where they are installed.
-_PROVIDERS = ("humming-kernels", "flashinfer-python", "amd-aiter")
+#: Libraries of kernels and runtimes that backends call where they are installed.
+_PROVIDERS = ("humming-kernels", "flashinfer-python", "amd-aiter", "intel-sycl-rt", "intel-opencl-rt")
 
 
 def _versions() -> tuple[Version, ...]:

@@ -237,6 +237,10 @@ class Kernel(ABC, Generic[S]):
         """``priority``, unless the kernel knows that it is faster or slower on this machine. Pure, like ``refusals``."""
         return self.priority
 
+    def by_name_only(self, spec: S, machine: Machine) -> bool:
+        """Whether only a policy that names it may choose it here, as on a device for tests. Pure, like ``refusals``."""
+        return False
+
     @abstractmethod
     def prepare(self, spec: S, weights: Any) -> nn.Module:
         """Pack canonical weights into this kernel's layout and return the op."""

@@ -68,6 +68,7 @@ CODES: dict[str, str] = {
     "shape.rows": "The kernel serves only some batch sizes, and no kernel that shares its layout serves the rest.",
     "op.unsupported": "The backend has no kernel for this kind of op.",
     "policy.excluded": "The policy names other kernels.",
+    "policy.unnamed": "The kernel runs on a device for tests here: it serves only a policy that names it.",
 }
 
 

@@ -106,6 +106,7 @@ def _decide(spec: Spec, machine: Machine, policy: Policy, kernels: Sequence[Regi
     if binding.word == "require" and isinstance(spec, KVCacheSpec):
         judged = _without_default_scales(spec, judged)
     by_name = {k.name: k for k in kernels}
+    judged = [_asked_for(c, by_name.get(c.kernel), spec, machine, binding, policy) for c in judged]
     able = [c for c in judged if c.accepted]
     plan = _plan(spec, [c for c in able if binding.allows(c.kernel)], by_name)
     other = _Plan() if plan.intervals or binding.word == "auto" else _plan(spec, able, by_name)
@@ -176,13 +177,30 @@ def _answer(registered: RegisteredKernel, name: str, kind: type, *arguments: obj
         value = getattr(registered.kernel, name)(*arguments)
     except Exception as error:  # noqa: BLE001 - a plugin may raise anything
         return _Broken(f"{name}() raised {type(error).__name__}: {error}")
-    if isinstance(value, kind) and not isinstance(value, bool):
+    if isinstance(value, kind) and isinstance(value, bool) == (kind is bool):
         return value
     return _Broken(f"{name}() returned {type(value).__name__}, not a {kind.__name__}{' of Refusal' if name == 'refusals' else ''}")
 
 
 def _broken(registered: RegisteredKernel, found: str) -> tuple[Refusal, ...]:
     return (Refusal("backend.invalid", f"a verdict of {registered.name}", found, "tell the plugin's authors"),)
+
+
+def _asked_for(
+    candidate: Candidate, registered: RegisteredKernel | None, spec: Spec, machine: Machine, binding: Binding, policy: Policy
+) -> Candidate:
+    """Refused where the kernel serves only who names it, and the policy does not."""
+    named = binding.word != "auto" and binding.allows(candidate.kernel)
+    if not candidate.accepted or named or registered is None:
+        return candidate
+    answer = _answer(registered, "by_name_only", bool, spec, machine)
+    if isinstance(answer, _Broken):
+        return replace(candidate, accepted=False, refusals=_broken(registered, answer.found))
+    if not answer:
+        return candidate
+    found = "it runs on a device for tests here, and serves only who names it"
+    reason = Refusal("policy.unnamed", str(policy), found, f"name it: require:{candidate.kernel}")
+    return replace(candidate, accepted=False, refusals=(reason,))
 
 
 def _without_default_scales(spec: KVCacheSpec, judged: list[Candidate]) -> list[Candidate]:

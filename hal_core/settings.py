@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hal_core.errors import SettingError
 
-__all__ = ["CPU_ISA_LEVELS", "DEVICE_MASKS", "cache_folder", "cpu_isa", "debug", "device_masks", "policy_text", "vllm_auto"]
+__all__ = ["CPU_ISA_LEVELS", "DEVICE_MASKS", "cache_folder", "cpu_isa", "debug", "device_masks", "policy_text", "vllm_auto", "xpu_device"]
 
 #: Variables of the vendors' runtimes that hide devices from a process.
 DEVICE_MASKS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
@@ -43,6 +43,18 @@ def debug() -> bool:
 def vllm_auto() -> bool:
     """``HAL_VLLM_AUTO``: take over, inside vLLM, every quantized checkpoint for which no quantization method was asked."""
     return _yes("HAL_VLLM_AUTO")
+
+
+def xpu_device() -> str | None:
+    """``HAL_XPU_DEVICE``: ``cpu`` for the host's processor in place of Intel GPUs, for tests; None where unset.
+
+    Raises:
+        SettingError: another word.
+    """
+    word = _read("HAL_XPU_DEVICE")
+    if word not in (None, "cpu"):
+        raise SettingError(f"HAL_XPU_DEVICE={word!r}", "unknown", "use cpu, or unset it")
+    return word
 
 
 def device_masks() -> tuple[str | None, ...]:

@@ -168,7 +168,8 @@ class ToFP8(WeightTransform):
 class GroupToChannel(WeightTransform):
     """Group scales of int4 folded into one scale a row of int8: ``s' = max|s| * 8/127`` and ``q' = round(q * s / s')``.
 
-    Codes reach from -8 to 7, so ``q'`` stays within 127 and nothing is clipped. An element moves by at most ``s' / 2``. What that
+    Codes reach from -8 to 7, so ``q'`` stays within 127 and nothing is clipped; with a zero point z they reach ``max(z, 15 - z)`` far,
+    which stands in the place of 8. An element moves by at most ``s' / 2``. What that
     is of the whole depends on how far a row's group scales differ; a weight for which it is more than ``error_bound`` is refused.
     """
 
@@ -177,17 +178,19 @@ class GroupToChannel(WeightTransform):
 
     def obstacle(self, scheme: WeightScheme) -> str:
         grouped = scheme.granularity.kind is GranularityKind.GROUP
-        return "" if (scheme.dtype, scheme.zero, grouped) == ("int4", ZeroKind.NONE, True) else "it folds int4 groups without zero points"
+        served = scheme.dtype == "int4" and scheme.zero is not ZeroKind.MINIMUM and grouped
+        return "" if served else "it folds int4 groups without minima"
 
     def apply(self, weight: QuantizedTensor) -> QuantizedTensor:
         self._check(weight.scheme)
         assert weight.scales is not None  # quantized schemes have scales
-        scales = weight.scales.float().abs().amax(-1, keepdim=True) * (8 / 127)
+        reach = 8 / 127 if weight.zeros is None else torch.maximum(weight.zeros, 15 - weight.zeros).float() / 127
+        scales = (weight.scales.float().abs() * reach).amax(-1, keepdim=True)
         if not bool((torch.isfinite(scales) & ((scales == 0) | (scales > torch.finfo(torch.float32).tiny))).all()):
             raise self._refused(weight.scheme, "scales that float32 cannot hold after the change", "keep the groups")
         divisor = torch.where(scales == 0, torch.ones_like(scales), scales)
         values = weight.dequantize().div_(divisor).round_().to(torch.int8)
-        result = replace(weight, scheme=WeightScheme("int8", Granularity.channel()), values=values, scales=scales, g_idx=None)
+        result = replace(weight, scheme=WeightScheme("int8", Granularity.channel()), values=values, scales=scales, zeros=None, g_idx=None)
         found = added_error(weight, result)
         if found > self.error_bound:
             told = f"it would add a relative error of {found:.3g}, more than {self.error_bound:g}: the scales of a row differ too much"

@@ -138,6 +138,7 @@ REMEDIES = {
     "shape.rows": "Use a kernel that serves every batch size, or install one that shares the layout and serves the rest.",
     "op.unsupported": "Use another backend for this kind of op; a policy may name one for each.",
     "policy.excluded": "Name the kernel in the policy, or use `auto`.",
+    "policy.unnamed": "Name it to try it, as `require:xpu`; other kernels serve what is to be fast.",
 }  # fmt: skip
 
 INTRODUCTION = (
@@ -296,6 +297,9 @@ def op_examples() -> Iterator[Refusal]:
     yield from (reason for candidate in found.candidates for reason in candidate.refusals)
     first, second = kernel("linear"), RegisteredKernel("other.example_linear", "other", kernel("linear").kernel)
     yield from refusals(LinearSpec(4096, 4096, INT4), first, second, policy="require:toy")
+    trial = kernel("linear")
+    trial.kernel.by_name_only = lambda spec, machine: True  # type: ignore[method-assign]
+    yield from refusals(LinearSpec(4096, 4096, INT4), first, trial)
 
 
 def examples() -> dict[str, Refusal]:

@@ -117,6 +117,17 @@ def test_a_selection_for_a_machine_that_is_not_at_hand():
 # The policy's three words.
 
 
+def test_a_kernel_on_a_device_for_tests_serves_only_who_names_it():
+    bench = registered("xpu.bench", priority=500)
+    bench.kernel.by_name_only = lambda spec, machine: True
+    for policy in ("auto", "prefer:cpu"):
+        selection = select(policy=policy, kernels=(*KERNELS, bench), rows=())
+        assert selection.backend == "cpu"
+        assert codes(selection)["xpu.bench"] == ["policy.unnamed"]
+    for policy in ("require:xpu", "prefer:xpu.b*"):
+        assert select(policy=policy, kernels=(*KERNELS, bench), rows=()).kernel == "xpu.bench"
+
+
 def test_require_takes_what_it_names_or_nothing():
     assert select(policy="require:cpu.slow").kernel == "cpu.slow"
     assert select(policy="require:reference").kernel == "reference.linear"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hal_core.canonical import QuantizedTensor, stack
 from hal_core.errors import ShapeError
-from hal_core.schemes import Granularity, WeightScheme
+from hal_core.schemes import Granularity, WeightScheme, ZeroKind
 from hal_core.selection import Transform
 from hal_core.transforms import Fnuz, GroupToChannel, Recast, ToFP8, added_error
 
@@ -85,14 +85,15 @@ def test_to_fp8_refuses_rows_without_a_scale(wrong):
 
 
 @MANY
-@given(st.integers(0, 2**32), st.sampled_from([16, 32, 128]), st.integers(1, 300), st.booleans())
-def test_folded_groups_move_no_element_by_more_than_half_a_step_and_never_clip(seed, group, k, act_order):
-    scheme = WeightScheme("int4", Granularity.groups(group), act_order=act_order)
+@given(st.integers(0, 2**32), st.sampled_from([16, 32, 128]), st.integers(1, 300), st.booleans(), st.booleans())
+def test_folded_groups_move_no_element_by_more_than_half_a_step_and_never_clip(seed, group, k, act_order, zero):
+    scheme = WeightScheme("int4", Granularity.groups(group), ZeroKind.INTEGER if zero else ZeroKind.NONE, act_order=act_order)
     weight = random_weight(scheme, 8, k, seed)
     changed = GroupToChannel(error_bound=10.0).apply(weight)
     assert str(changed.scheme) == "int8:channel"
-    largest = weight.scales.float().abs().amax(-1, keepdim=True)
-    assert torch.equal(changed.scales, largest * (8 / 127))
+    reach = 8 if weight.zeros is None else torch.maximum(weight.zeros, 15 - weight.zeros)
+    largest = (weight.scales.double().abs() * reach / 127).amax(-1, keepdim=True)
+    assert torch.allclose(changed.scales.double(), largest, rtol=1e-6)
     assert int(changed.values.abs().max()) <= 127
     moved = (changed.dequantize().double() - weight.dequantize().double()).abs()
     assert bool((moved <= changed.scales.double() * (0.5 + 1e-5)).all())
@@ -126,7 +127,7 @@ def test_folding_takes_rows_of_zeros_and_stacks_of_experts():
     assert not changed.dequantize()[:, 0].any()
 
 
-@pytest.mark.parametrize("text", ["int8:g32", "int4:channel", "int4:g32:zero", "fp8_e4m3:g32"])
+@pytest.mark.parametrize("text", ["int8:g32", "int4:channel", "int4:g32:min", "fp8_e4m3:g32"])
 def test_folding_says_what_it_is_for(text):
     assert GroupToChannel().obstacle(WeightScheme.parse(text))
     assert Fnuz().obstacle(WeightScheme.parse("mxfp8:g32"))
