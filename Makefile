@@ -25,6 +25,9 @@ ROCM_SOURCES := $(shell find backend_rocm \( -name __pycache__ -o -name build \)
 CPU_SOURCES := $(shell find backend_cpu \( -name __pycache__ -o -name build -o -name '*.egg-info' \) -prune -o -type f -print)
 TESTS := tests/core tests/cpu tests/golden tests/packaging
 PYTEST := $(BIN)/pytest
+# Asks for every backend's wheel, where the others ask for two.
+SIDE_BY_SIDE := tests/packaging/test_side_by_side.py
+WHEELS := $(patsubst backend_%/pyproject.toml,$(STAMPS)/%-wheel,$(wildcard backend_*/pyproject.toml))
 # Of its own: triton is large, and nothing else needs it.
 CUDA_VENV := build/venv-cuda
 # What importing the providers takes; their own metadata asks for CUDA's whole toolkit. The newer FlashInfer lies beside the older one.
@@ -48,7 +51,10 @@ demo: $(STAMPS)/demo  ## install both wheels, chat with a real quantized model, 
 	$(BIN)/python scripts/demo.py
 
 test: $(STAMPS)/dev  ## run the tests of core, CPU backend, formats and packaging against the installed wheels
-	$(PYTEST) -m "not slow" $(wildcard $(TESTS)) $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow" $(wildcard $(TESTS)) --ignore=$(SIDE_BY_SIDE) $(PYTEST_ARGS)
+
+test-wheels: $(STAMPS)/dev $(WHEELS)  ## all wheels in one environment: none breaks another
+	$(PYTEST) $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 
 test-slow: $(STAMPS)/dev $(STAMPS)/demo  ## the tests that take minutes
 	$(PYTEST) -m slow $(wildcard $(TESTS)) $(PYTEST_ARGS)

@@ -53,9 +53,9 @@ def vendor_row(vendor: str, rows: Sequence[BackendRow]) -> BackendRow:
     Raises:
         PolicyError: not installed, or refused; the message holds its reasons.
     """
-    found = [row for row in rows if row.name == vendor and row.manifest is not None]
+    found = [row for row in rows if row.name == vendor]
     for row in found:
-        if row.loaded:
+        if row.loaded and row.manifest is not None:
             return row
     reasons = "; ".join(str(reason) for row in found for reason in row.refusals)
     loaded = ", ".join(row.name for row in rows if row.loaded and row.manifest is not None) or "none"

@@ -62,6 +62,13 @@ def cpu_wheel(repository: pathlib.Path) -> Wheel:
 
 
 @pytest.fixture(scope="session")
+def backend_wheels(repository: pathlib.Path) -> dict[str, Wheel]:
+    """The wheel of every backend in this repository, by the backend's name."""
+    names = sorted(path.parent.name.removeprefix("backend_") for path in repository.glob("backend_*/pyproject.toml"))
+    return {name: find_wheel(repository, f"hal_backend_{name}") for name in names}
+
+
+@pytest.fixture(scope="session")
 def tracked(repository: pathlib.Path) -> list[pathlib.Path]:
     """Files under version control that exist (a checkout may be between two commits)."""
     import shutil
