@@ -29,8 +29,75 @@ _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _SUB_GROUPS, _PER_UNIT = 4, 8
 
 
+def _work_groups(here: Session, tiles: int) -> int:
+    return max(1, min(-(-tiles // _SUB_GROUPS), here.facts.units * _PER_UNIT))
+
+
+def _narrow(rows: Tensor, tensors: list[Tensor | None], bits: int, group: int, out: Tensor, engine: str | None) -> None:
+    """``out [M, N]`` of rows ``[M, K]``; tensors: words, scales, columns, bias."""
+    here = session(rows.device, engine)
+    (m, k), n, tile = rows.shape, out.shape[1], here.engine("bf16")
+    many = m > tile.rows
+    tall = tile.rows * ((2 if tile.rows == 16 else 4) if many else 1)
+    if m % tall:  # whole tiles are read
+        padded = here.scratch(-(-m // tall) * tall, k, dtype=rows.dtype)
+        padded[:m] = rows
+        rows = padded
+    kernel = here.kernel("narrow_floats.hpp", f"{'e2m1' if bits == 4 else 'e4m3'}_{'many' if many else 'few'}", "bf16")
+    groups = _work_groups(here, -(-m // tall) * -(-n // (2 * tile.sub_group)))
+    arguments = (rows, *tensors, m, n, k, group, out, _KINDS[out.dtype])
+    here.launch(kernel, (1, 1, groups), (1, 1, _SUB_GROUPS * tile.sub_group), arguments)
+    here.finish()
+
+
+def _int8(rows: Tensor, tensors: list[Tensor | None], bits: int, group: int, out: Tensor, engine: str | None) -> None:
+    """``out [M, N]`` of rows ``[M, K]``, quantized first; tensors: words, none, columns, bias."""
+    here = session(rows.device, engine)
+    (m, k), n, tile = rows.shape, out.shape[1], here.engine("int8")
+    words, _, columns, bias = tensors
+    codes = here.scratch(m + 4 * tile.rows, k, dtype=torch.int8)  # whole tiles are read
+    scales = here.scratch(m, dtype=torch.float32)
+    quantize = here.kernel("rows.hpp", "quantize_rows")
+    sizes = (1, 1, 16 * tile.sub_group)
+    here.launch(quantize, (1, m, 1), sizes, (rows, _KINDS[rows.dtype], k, None, 1, None, None, m, codes, scales))
+    offsets = torch.arange(0, m + 1, m, dtype=torch.int32, device=rows.device)
+    kernel = here.kernel("grouped_int8.hpp", f"grouped_int8_{0 if m <= tile.rows else 1}", "int8")
+    groups = _work_groups(here, -(-m // tile.rows) * -(-n // (2 * tile.sub_group)))
+    here.launch(kernel, (1, 1, groups), (1, 1, _SUB_GROUPS * tile.sub_group), (
+        codes, scales, offsets, 1, None, None, None, words, columns, bias, n, k, out, _KINDS[out.dtype], 0, 0.0, float("inf"),
+    ))  # fmt: skip
+    here.finish()
+
+
+_PRODUCTS = {"narrow": _narrow, "int8": _int8}
+
+
+def _dense(
+    rows: Tensor, tensors: list[Tensor | None], kind: str, bits: int, group: int, n: int, dtype: torch.dtype, engine: str | None
+) -> Tensor:
+    out = rows.new_empty(rows.shape[0], n, dtype=dtype)
+    if rows.shape[0]:
+        _PRODUCTS[kind](rows, tensors, bits, group, out, engine)
+    return out
+
+
+#: The op as ``torch.compile`` sees it; eager calls do without.
+_DENSE = torch.library.custom_op(
+    "hal_xpu::dense", _dense, mutates_args=(),
+    schema="(Tensor rows, Tensor?[] tensors, str kind, int bits, int group, int n, ScalarType dtype, str? engine) -> Tensor",
+)  # fmt: skip
+
+
+@_DENSE.register_fake
+def _dense_fake(rows, tensors, kind, bits, group, n, dtype, engine):  # type: ignore[no-untyped-def]
+    return rows.new_empty(rows.shape[0], n, dtype=dtype)
+
+
 class _Dense(FixedBuffers, QuantLinear):
-    """Checks, buffers and in-place updates. engine: a name of ENGINES instead of what fits the device."""
+    """Checks, buffers and in-place updates. kind: of the product. engine: a name of ENGINES instead of what fits the device."""
+
+    kind: str
+    group = 1
 
     def __init__(self, spec: LinearSpec, weights: LinearWeights, device: torch.device, engine: str | None = None) -> None:
         super().__init__()
@@ -48,16 +115,17 @@ class _Dense(FixedBuffers, QuantLinear):
         """The weight's buffers."""
         raise NotImplementedError
 
-    def product(self, here: Session, rows: Tensor, out: Tensor) -> None:
-        """``out [M, N] = rows [M, K] @ w.T``; M is not 0. Scratch has to live until the queue is finished."""
-        raise NotImplementedError
-
     def compute(self, x: Any, out: Tensor | None = None) -> Tensor:
-        spec = self.spec
+        spec, dtype = self.spec, torch_dtype(self.spec.output)
         rows = check_rows(str(spec), x, spec.k, torch_dtype(spec.dtype), self.device)
-        y = check_out(str(spec), out, (*x.shape[:-1], spec.n), torch_dtype(spec.output), self.device)
+        held = [self._buffers.get(name) for name in ("words", "scales", "columns", "bias")]
+        shape = (*x.shape[:-1], spec.n)
+        if torch.compiler.is_compiling():
+            y = _DENSE(rows, held, self.kind, spec.weights.bits, self.group, spec.n, dtype, self.engine).view(shape)
+            return y if out is None else check_out(str(spec), out, shape, dtype, self.device).copy_(y)
+        y = check_out(str(spec), out, shape, dtype, self.device)
         if rows.shape[0]:
-            self.product(session(self.device, self.engine), rows, y.view(-1, spec.n))
+            _PRODUCTS[self.kind](rows, held, spec.weights.bits, self.group, y.view(-1, spec.n), self.engine)
         return y
 
     def update(self, weights: LinearWeights) -> None:
@@ -67,58 +135,23 @@ class _Dense(FixedBuffers, QuantLinear):
             self.get_buffer(name).copy_(tensor)
 
 
-def _work_groups(here: Session, tiles: int) -> int:
-    return max(1, min(-(-tiles // _SUB_GROUPS), here.facts.units * _PER_UNIT))
-
-
 class NarrowLinear(_Dense):
     """``y = x @ w.T + bias`` with weights of e4m3 or e2m1, decoded to bf16 in the loop. A column's own scale is applied to the sum."""
+
+    kind = "narrow"
 
     def packed(self, weights: LinearWeights) -> dict[str, Tensor]:
         self.group = scale_group(weights.weight)
         return narrow_tensors(weights.weight)
 
-    def product(self, here: Session, rows: Tensor, out: Tensor) -> None:
-        m, k = rows.shape
-        engine = here.engine("bf16")
-        many = m > engine.rows
-        tall = engine.rows * ((2 if engine.rows == 16 else 4) if many else 1)
-        if m % tall:  # whole tiles are read
-            padded = here.scratch(-(-m // tall) * tall, k, dtype=rows.dtype)
-            padded[:m] = rows
-            rows = padded
-        name = "e2m1" if self.spec.weights.bits == 4 else "e4m3"
-        kernel = here.kernel("narrow_floats.hpp", f"{name}_{'many' if many else 'few'}", "bf16")
-        tiles = -(-m // tall) * -(-self.spec.n // (2 * engine.sub_group))
-        here.launch(kernel, (1, 1, _work_groups(here, tiles)), (1, 1, _SUB_GROUPS * engine.sub_group), (
-            rows, self.get_buffer("words"), self._buffers.get("scales"), self._buffers.get("columns"), self._buffers.get("bias"),
-            m, self.spec.n, k, self.group, out, _KINDS[out.dtype],
-        ))  # fmt: skip
-        here.finish()
-
 
 class Int8Linear(_Dense):
     """``y = x @ w.T + bias`` with int8 weights of one scale a column and rows quantized to int8, each with its scale."""
+
+    kind = "int8"
 
     def packed(self, weights: LinearWeights) -> dict[str, Tensor]:
         weight = weights.weight
         assert weight.scales is not None  # every quantized scheme has scales
         columns = effective_scales(weight.scales, None).expand(self.spec.n, 1).flatten().contiguous()
         return {"words": words_along_k(weight.values), "columns": columns}
-
-    def product(self, here: Session, rows: Tensor, out: Tensor) -> None:
-        (m, k), n, engine = rows.shape, self.spec.n, here.engine("int8")
-        tall = engine.rows * 4
-        codes = here.scratch(m + tall, k, dtype=torch.int8)
-        scales = here.scratch(m, dtype=torch.float32)
-        lanes = 16 * engine.sub_group
-        quantize = here.kernel("rows.hpp", "quantize_rows")
-        here.launch(quantize, (1, m, 1), (1, 1, lanes), (rows, _KINDS[rows.dtype], k, None, 1, None, None, m, codes, scales))
-        offsets = torch.arange(0, m + 1, m, dtype=torch.int32, device=self.device)
-        kernel = here.kernel("grouped_int8.hpp", f"grouped_int8_{0 if m <= engine.rows else 1}", "int8")
-        tiles = -(-m // engine.rows) * -(-n // (2 * engine.sub_group))
-        here.launch(kernel, (1, 1, _work_groups(here, tiles)), (1, 1, _SUB_GROUPS * engine.sub_group), (
-            codes, scales, offsets, 1, None, None, None, self.get_buffer("words"), self.get_buffer("columns"), self._buffers.get("bias"),
-            n, k, out, _KINDS[out.dtype], 0, 0.0, float("inf"),
-        ))  # fmt: skip
-        here.finish()

@@ -1,6 +1,7 @@
-"""Helpers lie beside the tests."""
+"""Helpers lie beside the tests; the one that picks cases of the kit beside the CUDA backend's."""
 
 import pathlib
 import sys
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
+_HERE = pathlib.Path(__file__).parent
+sys.path[:0] = [str(_HERE), str(_HERE.parent / "cuda")]
