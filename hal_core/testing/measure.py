@@ -35,7 +35,7 @@ _ROW = 4.0
 
 def allowed(kernel: Kernel[Any], spec: Spec) -> float:
     """The kernel's own bound; for one that claims to be exact, no more than rounding explains."""
-    n = kernel.numerics
+    n = kernel.computes(spec)
     if n.activations or n.weights != "as_stored":
         return kernel.error_bound
     # a declared operand is rounded before each product, and experts have two in a row
@@ -50,7 +50,7 @@ def allowed_rounded(kernel: Kernel[Any], spec: Spec) -> float:
 
 
 def _coarsest(kernel: Kernel[Any], spec: Spec) -> str:
-    n = kernel.numerics
+    n = kernel.computes(spec)
     operand = spec.dtype if n.operand == "own" else n.operand
     return max((operand, n.accumulation, spec.output), key=_COARSENESS.index)
 

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["layout", "module", "update"]
 
+#: What a transform that a kernel declares may round.
+_LOSSY = ("scales", "mins")
+
 
 def layout(bench: Bench) -> Verdict:
     """``unpack()`` of the op, or of its parts named by role, gives back each canonical tensor; without one, see below."""
@@ -28,7 +31,7 @@ def layout(bench: Bench) -> Verdict:
     op, roles = subject.prepare(), subject.roles(subject.weights)
     found = _unpacked(subject, op, roles)
     if found is None:
-        return _injective(subject, op)
+        return _injective(subject, op, max((t.error_bound for t in bench.kernel.transforms(subject.spec)), default=0.0))
     for role, weight in roles.items():
         back = found.get(role)
         if back is None or back.scheme != weight.scheme or back.shape != weight.shape:
@@ -47,18 +50,26 @@ def _unpacked(subject: Subject, op: Any, roles: dict[str, QuantizedTensor]) -> d
     return found or None
 
 
-def _injective(subject: Subject, op: Any) -> Verdict:
-    """No ``unpack``: a changed code, scale, zero point or minimum must at least change what is held."""
+def _injective(subject: Subject, op: Any, loss: float) -> Verdict:
+    """No ``unpack``: a changed code, scale, zero point or minimum must at least change what is held, but for a declared ``loss``."""
     held = _state(op)
     for role, weight in subject.roles(subject.weights).items():
         for name, tensor in weight.tensors().items():
             if name == "g_idx":
                 continue  # its order may be folded away
-            changed: dict[str, Any] = {name: _flipped(tensor)}
+            lossy = loss > 0 and name in _LOSSY and tensor.is_floating_point()
+            changed: dict[str, Any] = {name: _moved(tensor, loss) if lossy else _flipped(tensor)}
             other = replace(subject.weights, **{role: replace(weight, **changed)})
             if _same_state(held, _state(subject.prepare(other))):
                 raise CheckFailedError(f"another last element of {role}.{name} packs to the same: the layout cannot reverse")
     return Verdict(reason="no unpack(); packed forms of different weights differ")
+
+
+def _moved(tensor: Tensor, loss: float) -> Tensor:
+    """The last element changed by more than a declared transform may lose."""
+    changed = tensor.clone().contiguous()
+    changed.reshape(-1)[-1:] = (changed.reshape(-1)[-1:].float() * (1 + 4 * loss) + loss).to(tensor.dtype)
+    return changed
 
 
 def _flipped(tensor: Tensor) -> Tensor:
@@ -147,4 +158,3 @@ def module(bench: Bench) -> Verdict:
     if any(parameter.requires_grad for parameter in op.parameters()):
         return Verdict(status=Status.FAILED, reason="packed tensors are parameters that ask for gradients; make them buffers")
     return Verdict()
-

@@ -7,6 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+
+pytest.importorskip("triton", reason="needs triton")
+
 from hal_backend_cuda.providers.humming import ops, runtime
 from hal_backend_cuda.providers.humming.layout import HummingLayout
 from hal_backend_cuda.providers.humming.ops import HummingExperts, HummingLinear
@@ -21,6 +24,7 @@ from hal_core.reference.moe import ReferenceMoE
 from hal_core.schemes import WeightScheme
 from hal_core.spec import Activation, LinearSpec, MoESpec
 from hal_core.testing.data import random_weight
+from hal_core.triton import launch
 
 BY_NAME = {recipe.name: recipe for recipe in RECIPES}
 CASES = [
@@ -37,17 +41,12 @@ class Emulator:
 
     def __init__(self):
         self.problems, self.launches = [], []
-        self.kernel = self.ops = self
+        self.kernel = self
         self.transform = lambda configuration, tensors: dict(tensors)
         self.launcher = lambda: self.launch
 
     def prepare_kernels(self, text, words, rows, device):
         return torch.tensor([[low, high, int(text), 0] for low, high, _ in rows], dtype=torch.int64).reshape(-1)
-
-    def process_input(self, x, quant_mode, quant_dtype, quant_group_size, group_scale_dtype):
-        assert (quant_mode, quant_dtype, quant_group_size) == ("dynamic_token", "int8", None)
-        scales = (x.float().abs().amax(-1, keepdim=True) / 127).clamp(min=1e-10)
-        return (x.float() / scales).round().to(torch.int8), None, scales
 
     def dense(self, p, tensors):
         """float32 ``[E, N, K]``."""
@@ -74,9 +73,15 @@ class Emulator:
                 out[row] = x[row // top_k] @ matrix[e].T + (0 if bias is None else bias[e].float())
 
 
+def quantize_int8(x):
+    scales = (x.float().abs().amax(-1) / 127).clamp(min=1e-10)
+    return (x.float() / scales[:, None]).round().to(torch.int8), scales
+
+
 @pytest.fixture(autouse=True)
 def emulator(monkeypatch):
     found = Emulator()
+    monkeypatch.setattr(launch, "quantize_int8", quantize_int8)
 
     def configuration(self, device):
         found.problems.append(self)

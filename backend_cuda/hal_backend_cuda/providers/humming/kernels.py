@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hal_backend_cuda.providers.humming.recipes import DISTRIBUTION, INSTALL, RECIPES, VERSIONS, Recipe
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from hal_backend_cuda.providers.humming.ops import HummingExperts, HummingLinear
     from hal_core.kernel import LinearWeights, MoEWeights
     from hal_core.machine import Machine
+    from hal_core.numerics import Numerics
     from hal_core.spec import LinearSpec, MoESpec
 
 __all__ = ["KERNELS", "LinearHumming", "MoEHumming"]
@@ -102,6 +104,9 @@ class MoEHumming(_Humming, MoEKernel):
 
     def refusals(self, spec: MoESpec, machine: Machine) -> tuple[Refusal, ...]:
         return (*super().refusals(spec, machine), *self._own_refusals(spec, machine, (spec.hidden, spec.intermediate)))
+
+    def computes(self, spec: MoESpec) -> Numerics:
+        return replace(self.numerics, operand=spec.dtype)  # what lies between the two products is rounded to it
 
     def transforms(self, spec: MoESpec) -> tuple[Transform, ...]:
         return tuple(dict.fromkeys(t for scheme in spec.schemes for t in self._recipe.changes(scheme, spec.dtype)))

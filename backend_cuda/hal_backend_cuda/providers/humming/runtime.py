@@ -134,12 +134,13 @@ def quantize_rows(recipe: Recipe, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """Rows of activations as the recipe's products take them: ``(codes, scales [M, 1] or [M, K / group])``, or ``(x, None)``."""
     if recipe.quant is None:
         return x, None
-    group = recipe.input_group
-    codes, groups, tokens = library().ops.process_input(
-        x, quant_mode="dynamic_group" if group else "dynamic_token", quant_dtype=recipe.operand("bf16"),
-        quant_group_size=group or None, group_scale_dtype="float32" if group else None,
-    )  # fmt: skip
-    return codes, groups if group else tokens
+    # Humming's own make numbers of NaN
+    from hal_core.triton.launch import quantize_fp8, quantize_int8
+
+    if recipe.quant.dtype == "int8":
+        codes, scales = quantize_int8(x)
+        return codes, scales[:, None]
+    return quantize_fp8(x, recipe.input_group or None)
 
 
 def compile_dense(matrix: HummingMatrix) -> None:
