@@ -64,13 +64,13 @@ def integer_matrix(lead: tuple[int, ...], n: int, k: int, group: int = 128, bits
 
 def integer_experts(group: int = 128) -> Experts:
     up, gate, down = integer_matrix((E,), INNER, H, group), integer_matrix((E,), INNER, H, group), integer_matrix((E,), H, INNER, group)
-    return Experts(up, down, gate, "silu", 0.0, None, E, E, 1.0, False)
+    return Experts(up, down, gate, "silu", 0.0, None, E, E, 1.0, False, scratch=launch.sort_scratch(E, torch.device(DEVICE)))
 
 
 def float_experts() -> Experts:
     shapes = ((INNER, H), (INNER, H), (H, INNER))
     up, gate, down = (FloatMatrix((torch.randn(E, *s, device=DEVICE) / 45).to(BF), None, None) for s in shapes)
-    return Experts(up, down, gate, "silu", 0.0, None, E, E, 1.0, False)
+    return Experts(up, down, gate, "silu", 0.0, None, E, E, 1.0, False, scratch=launch.sort_scratch(E, torch.device(DEVICE)))
 
 
 def inputs(rows: int):
@@ -197,7 +197,8 @@ def around_us(rows: int) -> dict[str, float]:
     x, ids, weights = inputs(rows)
     flag, y = torch.zeros(2, dtype=torch.int64, device=DEVICE), torch.randn(rows * K, H, device=DEVICE).to(BF)
     route = launch.direct(ids, weights, None, E, E)
-    sort = graph_us([lambda: launch.sorted_by_expert(ids, weights, None, E, E, 32, flag)])
+    scratch = launch.sort_scratch(E, ids.device)
+    sort = graph_us([lambda: launch.sorted_by_expert(ids, weights, None, E, E, 32, flag, scratch)])
     return {"sort_us": round(sort, 2), "sum_us": round(graph_us([lambda: launch.sum_slots(y, x, route, 1.0)]), 2)}
 
 
@@ -215,14 +216,14 @@ def grouped_mm_us(rows: int) -> float:
     return graph_us([lambda w=w: both(w) for w in sets])
 
 
-def switched_us(sets: list[Experts], rows: int, name: str, value: float) -> float:
+def switched_us(sets: list[Experts], rows: int, name: str, value: float, module=ops) -> float:
     """The whole op with one of its thresholds elsewhere."""
-    kept = getattr(ops, name)
-    setattr(ops, name, value)
+    kept = getattr(module, name)
+    setattr(module, name, value)
     try:
         return round(whole_us(sets, rows), 2)
     finally:
-        setattr(ops, name, kept)
+        setattr(module, name, kept)
 
 
 def humming_moe() -> dict[int, float] | str:
@@ -288,6 +289,7 @@ def tables(wanted: list[str]) -> dict:
         for m in MOE_ROWS:
             up, down = moe_tile(launch.arch_of(torch.device(DEVICE)), m * K / min(E, m * K))
             rows[m] = {"whole_us": round(whole_us(sets, m), 2), "products_us": round(sum(parts_us(sets, m, up, down)), 2), **around_us(m)}
+            rows[m]["launches_in_turn_us"] = switched_us(sets, m, "OVERLAP", False, launch)
             print("int4 g128 experts", m, rows[m], flush=True)
         out["moe_int4_g128"] = rows
         out["unsorted"] = {m: {few: switched_us(sets, m, "_DIRECT", few) for few in (0, 1 << 10)} for m in (1, 2, 4, 8, 16, 32, 64)}
