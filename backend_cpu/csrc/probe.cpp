@@ -1,12 +1,9 @@
 // The ops that run the probes on torch's threads, and which of them this machine may run.
 #include "probe.h"
 
-#include <cpuid.h>
-#include <sys/syscall.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <string>
@@ -19,26 +16,21 @@
 namespace hal_cpu {
 namespace {
 
-bool amx_permitted() {
-  constexpr long kRequestPermission = 0x1023, kTileData = 18;
-  static const bool granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-  return granted;
-}
+constexpr struct {
+  Isa least;
+  const PeakProbe* probe;
+} kProbes[] = {{Isa::kAvx2, &kProbeAvx2Fma},
+               {Isa::kAvx512, &kProbeAvx512Fma},
+               {Isa::kAvx512Vnni, &kProbeAvx512Vnni},
+               {Isa::kAvx512Bf16, &kProbeAvx512Bf16},
+               {Isa::kAmx, &kProbeAmxBf16},
+               {Isa::kAmx, &kProbeAmxInt8}};
 
 // HAL_CPU_ISA lowers the probes as it lowers the kernels: a limit is that of what may be used.
 std::vector<const PeakProbe*> usable_probes() {
-  const Isa isa = usable_isa();
   std::vector<const PeakProbe*> found;
-  if (isa >= Isa::kAvx2) found.push_back(&kProbeAvx2Fma);
-  if (isa < Isa::kAvx512) return found;
-  found.push_back(&kProbeAvx512Fma);
-  unsigned a, b, c, d, a1, b1, c1, d1;
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return found;
-  if (__get_cpuid_count(7, 1, &a1, &b1, &c1, &d1) && (a1 & (1u << 5)) && isa >= Isa::kAvx512Bf16) found.push_back(&kProbeAvx512Bf16);
-  if (c & (1u << 11)) found.push_back(&kProbeAvx512Vnni);
-  if (isa < Isa::kAvx512Bf16 || !(d & (1u << 24)) || !amx_permitted()) return found;
-  if (d & (1u << 22)) found.push_back(&kProbeAmxBf16);
-  if (d & (1u << 25)) found.push_back(&kProbeAmxInt8);
+  for (const auto& row : kProbes)
+    if (usable_isa() >= row.least) found.push_back(row.probe);
   return found;
 }
 

@@ -26,7 +26,7 @@ static int64_t block_step(const Matrix& m, int64_t tile, int64_t left, const Row
 // How many of `left` rows the next block takes.
 HAL_INLINE int64_t next_rows(int64_t left) {
   if (left >= kMaxRows) return kMaxRows;
-  return left >= 4 ? 4 : left >= 2 ? 2 : 1;
+  return left >= 4 ? 4 : left;
 }
 
 // The products of `count` rows, a number that next_rows gave, with up to kTilesPerCall tiles:
@@ -39,6 +39,7 @@ static void rows_block(const Matrix& m, int64_t tile, int64_t tiles, const Rows&
     const int64_t at = tile + done, left = tiles - done;
     const int64_t step = count == 1   ? block_step<1>(m, at, left, rows, row, buffer)
                          : count == 2 ? block_step<2>(m, at, left, rows, row, buffer)
+                         : count == 3 ? block_step<3>(m, at, left, rows, row, buffer)
                          : count == 4 ? block_step<4>(m, at, left, rows, row, buffer)
                                       : block_step<kMaxRows>(m, at, left, rows, row, buffer);
     for (int64_t r = 0; r < count; ++r)
