@@ -31,7 +31,7 @@ from hal_core.report import LoadReport, OpReport
 from hal_core.widen import widen
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
     from pathlib import Path
 
     from torch import Tensor
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     Progress = Callable[[int, int, str], None]
 
-__all__ = ["KVCache", "load"]
+__all__ = ["KVCache", "load", "published_name"]
 
 #: Parts of published names that transformers' own classes call otherwise, and names of experts' matrices.
 _PUBLISHED, _HELD = ".block_sparse_moe.", ".mlp."
@@ -55,6 +55,12 @@ def __getattr__(name: str) -> Any:
 
         return KVCache
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def published_name(name: str, entries: Collection[str]) -> str:
+    """The published name of one of a transformers model's parameters."""
+    other = name.replace(_HELD, _PUBLISHED)
+    return other if name not in entries and other in entries else name
 
 
 class ExpertsAdapter(nn.Module):
@@ -172,11 +178,6 @@ class _Filler:
         """The model's name of a published module."""
         return module.replace(_PUBLISHED, _HELD)
 
-    def _published(self, name: str) -> str:
-        """The published name of one of the model's parameters."""
-        other = name.replace(_HELD, _PUBLISHED)
-        return other if name not in self.checkpoint.entries and other in self.checkpoint.entries else name
-
     def _check_shape(self, planned: PlannedOp, old: nn.Module) -> None:
         spec: Any = planned.spec
         if spec.op == "linear" and not isinstance(old, nn.Linear):
@@ -238,7 +239,7 @@ class _Filler:
         for name, parameter in list(self.model.named_parameters(remove_duplicate=False)):
             # a tied parameter comes once for each name; a name that is stored for itself is what counts there
             loaded = tied.get(id(parameter))
-            stored = self._published(name)
+            stored = published_name(name, self.checkpoint.entries)
             if loaded is None or stored in self.checkpoint.entries:
                 loaded = self._shared(self._plain(stored, parameter), loaded)
                 tied.setdefault(id(parameter), loaded)

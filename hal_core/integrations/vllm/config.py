@@ -17,6 +17,7 @@ from hal_core import settings
 from hal_core.api import open_checkpoint
 from hal_core.dtypes import dtype_word
 from hal_core.errors import FormatError
+from hal_core.integrations.vllm.complete import check_plain_parameters
 from hal_core.integrations.vllm.experts import HalExpertsMethod
 from hal_core.integrations.vllm.held import serving_key
 from hal_core.integrations.vllm.linear import HalLinearMethod
@@ -85,8 +86,11 @@ class HalConfig(QuantizationConfig):
             FormatError: the checkpoint is incomplete, contradicts itself, or holds nothing that is quantized.
         """
         self.path = model_name
-        if not ServedCheckpoint(open_checkpoint(model_name), "fp32", "checkpoint").modules:
+        checkpoint = open_checkpoint(model_name)
+        planned = ServedCheckpoint(checkpoint, "fp32", "checkpoint").modules.values()
+        if not planned:
             raise FormatError(f"checkpoint {model_name}", "nothing in it is quantized", "leave quantization='hal' out")
+        check_plain_parameters(checkpoint, planned)
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
         self._mapper = hf_to_vllm_mapper
@@ -128,6 +132,7 @@ class HalConfig(QuantizationConfig):
             if found:
                 return HalExpertsMethod(self, layer.moe_config, prefix, found[0])
         if isinstance(layer, VocabParallelEmbedding):
+            prefix = prefix or served.only_embedding()  # many models of vLLM do not tell it
             found = served.take(prefix)
             if found:
                 return HalVocabMethod(self, prefix, found[0])

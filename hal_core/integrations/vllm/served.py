@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from hal_core.errors import FormatError
 from hal_core.plan import PlannedOp, plan_checkpoint
-from hal_core.spec import LinearSpec
+from hal_core.spec import EmbeddingSpec, LinearSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -83,6 +83,11 @@ class ServedCheckpoint:
         if self._rename is None or name in self.checkpoint.entries:
             return name
         return next((stored for stored in self.checkpoint.entries if self._rename(stored) == name), name)
+
+    def only_embedding(self) -> str:
+        """Engine's name of the quantized embedding, where there is one; else empty."""
+        names = [name for name, op in self.modules.items() if isinstance(op.spec, EmbeddingSpec)]
+        return names[0] if len(names) == 1 else ""
 
     def tied_embedding(self) -> str | None:
         """Engine's name of a quantized embedding that is also the output head."""

@@ -1,0 +1,153 @@
+"""What the plugin changes in vLLM, and when: chosen by name or by setting only, its options, what every rank says, and its load format."""
+
+import json
+import logging
+import shutil
+
+import gguf_files
+import pytest
+import torch
+import vllm_models
+from golden import goldens
+from safetensors.torch import load_file, save_file
+from vllm_engine import engine
+from vllm_ranks import Job, logits_of, prompt_logits
+
+import hal_core as hal
+from hal_core.errors import FormatError, SettingError
+
+NAME = "gptq_v1_descact_int4_g32"
+EXTENSION = "hal_core.integrations.vllm.worker.WorkerExtension"
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    folder = goldens.copy(NAME, tmp_path / "model")
+    (folder / "golden.safetensors").unlink()
+    return folder
+
+
+def chosen(folder, **options):
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(model=str(folder), skip_tokenizer_init=True, **options).create_model_config().quantization
+
+
+def test_a_checkpoint_is_taken_over_only_when_asked_for(checkpoint, monkeypatch):
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["quantization_config"]["desc_act"] = False  # else vLLM itself refuses it
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    assert chosen(checkpoint) != "hal"
+    assert chosen(checkpoint, quantization="hal") == "hal"
+    monkeypatch.setenv("HAL_VLLM_AUTO", "1")
+    assert chosen(checkpoint) == "hal"
+    monkeypatch.setenv("HAL_VLLM_AUTO", "perhaps")
+    with pytest.raises(SettingError, match="HAL_VLLM_AUTO"):
+        chosen(checkpoint)
+
+
+class Lines(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.texts = []
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+
+def test_every_layer_says_what_serves_it_and_how_often_it_ran(checkpoint, monkeypatch):
+    from hal_core.integrations.vllm import held
+
+    monkeypatch.setattr(held, "_told", set())
+    monkeypatch.setenv("HAL_POLICY", "require:reference")
+    lines = Lines()
+    logging.getLogger("vllm.hal_core").addHandler(lines)
+    with engine(checkpoint, quantization="hal", worker_extension_cls=EXTENSION) as llm:
+        (layers,), before = llm.collective_rpc("hal_explain"), llm.collective_rpc("hal_counters")[0]
+        logits_of(llm, [5, 6, 7])
+        after = llm.collective_rpc("hal_counters")[0]
+    logging.getLogger("vllm.hal_core").removeHandler(lines)
+    assert {layer["layer"].rpartition(".")[2] for layer in layers} == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
+    assert len(layers) == 4 * goldens.config(NAME)["num_hidden_layers"]
+    assert {kernel for layer in layers for kernel in layer["kernels"]} == {"reference.linear"}
+    assert layers[0]["specs"][0].startswith("linear ")
+    assert layers[0]["rank"] == [0, 1]
+    assert all(after[name] > count for name, count in before.items())
+    assert len(lines.texts) == len(set(lines.texts)) == len({spec for layer in layers for spec in layer["specs"]})
+
+
+def test_the_options_policy_goes_before_that_of_the_environment(checkpoint, monkeypatch):
+    monkeypatch.setenv("HAL_POLICY", "require:reference")
+    with engine(checkpoint, hal={"policy": "auto", "numerics": "exact"}, quantization="hal", worker_extension_cls=EXTENSION) as llm:
+        kernels = {kernel for layer in llm.collective_rpc("hal_explain")[0] for kernel in layer["kernels"]}
+    assert kernels
+    assert all(kernel.startswith("cpu.") for kernel in kernels)
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [("model.layers.0.mlp.extra_proj", "no quantized layer of this name"), ("model.layers.0.mlp", "no quantized layer|served")],
+)
+def test_quantized_parameters_without_a_place_are_an_error(checkpoint, module, words):
+    tensors = load_file(checkpoint / "model.safetensors")
+    parts = ("qweight", "qzeros", "scales", "g_idx")
+    tensors |= {f"{module}.{part}": tensors[f"model.layers.0.mlp.down_proj.{part}"].clone() for part in parts}
+    save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(FormatError, match=words), engine(checkpoint, quantization="hal"):
+        pass
+
+
+def test_a_checkpoint_with_nothing_quantized_is_an_error(tmp_path):
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    Qwen3ForCausalLM(Qwen3Config(**vllm_models.SIZES, head_dim=32)).save_pretrained(tmp_path / "plain")
+    with pytest.raises(FormatError, match="nothing in it is quantized"), engine(tmp_path / "plain", quantization="hal"):
+        pass
+
+
+def test_our_load_format_names_a_plain_parameter_that_is_missing(checkpoint):
+    tensors = load_file(checkpoint / "model.safetensors")
+    del tensors["model.layers.1.input_layernorm.weight"]
+    save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"layers\.1\.input_layernorm"), engine(checkpoint, quantization="hal", load_format="hal"):
+        pass
+
+
+def test_a_gguf_file_is_served_through_our_load_format(tmp_path):
+    path = gguf_files.write(tmp_path / "model.gguf", "qwen3moe", "Q4_0")
+    opened = hal.open_checkpoint(path)
+    (tmp_path / "config.json").write_text(json.dumps({**opened.config, "architectures": ["Qwen3MoeForCausalLM"]}))
+    ids = [3, 1, 4, 1, 5, 9, 2, 6]
+    wanted = vllm_models.reference(path, ids)
+    options = {"load_format": "hal", "hal": {"numerics": "exact", "kv_cache": "fp32"}}
+    found = prompt_logits(Job(str(tmp_path), ids, options))
+    assert float((found - wanted).norm() / wanted.norm()) < 1e-5
+    assert torch.equal(found.argmax(-1), wanted.argmax(-1))
+
+
+def test_another_release_of_vllm_is_refused_with_its_number(checkpoint, monkeypatch):
+    import vllm
+
+    from hal_core.integrations import vllm as plugin
+
+    shutil.rmtree(checkpoint, ignore_errors=True)
+    monkeypatch.setattr(vllm, "__version__", "0.33.1")
+    try:
+        plugin.register()
+        from vllm.model_executor.layers.quantization import get_quantization_config
+
+        method = get_quantization_config("hal")
+        with pytest.raises(SettingError, match=r"in vLLM 0\.33\.1: tested with vLLM from 0\.32 up to, not including, 0\.33"):
+            method.override_quantization_method({"quant_method": "gptq"}, "hal")
+        assert method.override_quantization_method({"quant_method": "gptq"}, None) is None
+    finally:
+        monkeypatch.undo()
+        register_again()
+
+
+def register_again():
+    from vllm.model_executor.layers.quantization import register_quantization_config
+
+    from hal_core.integrations.vllm.config import HalConfig
+
+    register_quantization_config("hal")(HalConfig)
