@@ -40,6 +40,8 @@ class BackendConformance:
     #: Case id or glob to reason; see :mod:`hal_core.testing.expectations`.
     unsupported: ClassVar[Mapping[str, str]] = {}
     expected_failures: ClassVar[Mapping[str, str]] = {}
+    #: Few specs that show every behaviour once, in place of all pairs; --hal-full overrides it. For suites that run at every change.
+    short: ClassVar[bool] = False
 
     _kit: ClassVar[Kit | None] = None
 
@@ -55,12 +57,13 @@ class BackendConformance:
     @classmethod
     def _made(cls, config: Any) -> Kit:
         full, own = option(config, "hal_full"), Expectations(cls.unsupported, cls.expected_failures)
+        short = cls.short and not full
         if cls.kernels:
             machine, prefix = Machine.detect(), cls.backend or "mine"
-            plans = tuple(plan_of(f"{prefix}.{kernel.name}", kernel, machine, full=full) for kernel in cls.kernels)
+            plans = tuple(plan_of(f"{prefix}.{kernel.name}", kernel, machine, full=full, short=short) for kernel in cls.kernels)
             return Kit(plans, {prefix: own}, full)
         names = tuple(option(config, "hal_backend")) if cls.backend == "*" else (cls.backend,)
-        kit = kit_of(names, full=full)
+        kit = kit_of(names, full=full, short=short)
         return Kit(kit.plans, {name: expected.merged(own) for name, expected in kit.expected.items()}, full)
 
     def pytest_generate_tests(self, metafunc: Any) -> None:

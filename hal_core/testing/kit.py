@@ -81,7 +81,14 @@ class Kit:
         return tuple(entry for expectations in self.expected.values() for entry in expectations.unmatched(known))
 
 
-def kit_of(backends: Sequence[str] = (), *, full: bool = False, registry: Registry | None = None, machine: Machine | None = None) -> Kit:
+def kit_of(
+    backends: Sequence[str] = (),
+    *,
+    full: bool = False,
+    short: bool = False,
+    registry: Registry | None = None,
+    machine: Machine | None = None,
+) -> Kit:
     """The kit for installed backends; all that are loaded when none is named.
 
     Raises:
@@ -93,7 +100,7 @@ def kit_of(backends: Sequence[str] = (), *, full: bool = False, registry: Regist
         _expect_loaded(name, rows)
     chosen = [row for row in rows if row.loaded and (not backends or row.name in backends)]
     kernels = {kernel.name: kernel.kernel for kernel in registry.kernels()}
-    plans = tuple(plan_of(name, kernels[name], machine, full=full) for row in chosen for name in row.kernels)
+    plans = tuple(plan_of(name, kernels[name], machine, full=full, short=short) for row in chosen for name in row.kernels)
     others = [(row.status, f"{row.name}: {'; '.join(map(str, row.refusals))}") for row in rows if not (row.loaded or backends)]
     broken, left_out = (tuple(text for status, text in others if (status == "failed") is failed) for failed in (True, False))
     return Kit(plans, {row.name: installed_expectations(row) for row in chosen}, full, broken, left_out)

@@ -9,6 +9,7 @@ from hal_core.errors import ValueDecodeError
 from hal_core.kernel import EmbeddingKernel, KVKernel, LinearKernel, MoEKernel
 from hal_core.spec import Activation, EmbeddingSpec, LinearSpec, MoESpec
 from hal_core.testing.bench import device_refusals, of_machine
+from hal_core.testing.brief import brief, meetings
 from hal_core.testing.case import CHECKS, Case
 from hal_core.testing.checks.caches import CACHE_FUNCTIONS
 from hal_core.testing.checks.experts import ROUTINGS, STRAY_IDS
@@ -28,21 +29,29 @@ _SAMPLES = 8
 
 
 class Plan:
-    """All cases of one kernel, and the specs that it accepts."""
+    """All cases of one kernel, and the specs that it accepts. short: only as many as show every behaviour once."""
 
-    def __init__(self, name: str, kernel: Kernel[Any], machine: Machine, full: bool) -> None:
-        self.name, self.kernel, self.machine, self.full = name, kernel, machine, full
+    def __init__(self, name: str, kernel: Kernel[Any], machine: Machine, full: bool, short: bool = False) -> None:
+        self.name, self.kernel, self.machine, self.full, self.short = name, kernel, machine, full, short
         self._tried = tuple(specs_of(kernel, full))
         self._taken = tuple(each for each in self._tried if self._takes(each[0]))
         self.accepted = tuple(spec for spec, _, _ in self._taken)
+        if short:
+            # Of the accepted specs those that show all that they show; of the refused ones, one for each set of reasons.
+            refused = [each for each in self._tried if self._against(each[0])]
+            self._taken = brief(self._taken, lambda each: meetings(each[0], each[1]))
+            self._tried = (*self._taken, *brief(refused, lambda each: {self._against(each[0])}))
         self._cases: tuple[Case, ...] | None = None
 
     def _takes(self, spec: Any) -> bool:
-        """Whether nothing but the machine stands against it; a kernel that raises is told by its ``declaration``."""
+        return not self._against(spec)
+
+    def _against(self, spec: Any) -> frozenset[str]:
+        """Codes of what stands against it besides the machine; a kernel that raises is told by its ``declaration``."""
         try:
-            return not [reason for reason in self.kernel.refusals(spec, self.machine) if not of_machine(reason)]
+            return frozenset(reason.code for reason in self.kernel.refusals(spec, self.machine) if not of_machine(reason))
         except Exception:  # noqa: BLE001 - a kernel may raise anything
-            return False
+            return frozenset(("raised",))
 
     def device_reason(self) -> str:
         """Why nothing can run here; empty when it can."""
@@ -145,9 +154,11 @@ class Plan:
         if isinstance(self.kernel, EmbeddingKernel) and not self.kernel.tied_head:
             return
         routed = isinstance(self.kernel, MoEKernel) and "routed" in self.kernel.routing
-        for word in ("nan", "inf", "huge", *(["nan_score"] if routed else [])):
-            for label, spec in self._plain_specs():
-                yield self._case("rows", f"{word},{label}", spec, word)
+        words = ("nan", "inf", "huge", *(["nan_score"] if routed else []))
+        for turn, word in enumerate(words):
+            for index, (label, spec) in enumerate(self._plain_specs()):
+                if not self.short or index % len(words) == turn:
+                    yield self._case("rows", f"{word},{label}", spec, word)
 
     def _plain_specs(self) -> Iterator[tuple[str, Any]]:
         """One handy spec for each dtype, and for experts each activation, that the kernel takes."""
@@ -220,6 +231,6 @@ def _sizes(spec: Any) -> tuple[int, ...]:
     return spec.hidden, spec.intermediate
 
 
-def plan_of(name: str, kernel: Kernel[Any], machine: Machine, *, full: bool = False) -> Plan:
+def plan_of(name: str, kernel: Kernel[Any], machine: Machine, *, full: bool = False, short: bool = False) -> Plan:
     """The plan of a kernel under its full name ``backend.kernel``."""
-    return Plan(name, kernel, machine, full)
+    return Plan(name, kernel, machine, full, short)

@@ -18,6 +18,7 @@ from hal_core.machine import Machine
 from hal_core.registry import default_registry
 from hal_core.schemes import WeightScheme
 from hal_core.testing import CHECKS, Expectations, Kit, Status, kit_of, plan_of, run_case
+from hal_core.testing.brief import meetings
 from hal_core.testing.case import CheckFailedError, Verdict
 from hal_core.testing.checks import FUNCTIONS
 from hal_core.testing.checks.caches import CACHE_FUNCTIONS
@@ -70,6 +71,17 @@ def test_a_full_run_has_more_cases_and_all_of_the_quick_ones(machine: Machine) -
     quick = {label for _, _, label in specs_of(reference("linear"))}
     full = {label for _, _, label in specs_of(reference("linear"), full=True)}
     assert quick < full
+
+
+@pytest.mark.parametrize("op", ["linear", "embedding", "moe", "kv"])
+def test_a_short_run_is_a_part_that_shows_every_scheme_and_every_two_values_that_meet(op: str, machine: Machine) -> None:
+    every, short = (plan_of(f"reference.{op}", reference(op), machine, short=short) for short in (False, True))
+    tried = [{case.id: case for case in plan.cases() if case.check == "accuracy"} for plan in (every, short)]
+    assert tried[1].keys() < tried[0].keys()
+    accepted = set(every.accepted)
+    shown = [set().union(*(meetings(c.spec, c.scales) for c in cases.values() if c.spec in accepted)) for cases in tried]
+    assert shown[0] == shown[1]
+    assert {case.check for case in short.cases()} == {case.check for case in every.cases()}
 
 
 def test_sizes_are_moved_inside_the_limits_of_a_kernel() -> None:

@@ -1,4 +1,4 @@
-"""The CPU backend under the conformance kit, as a vendor would have it in its own tests."""
+"""The CPU backend under the conformance kit, as a vendor would have it in its own tests; every pair is in tests/slow."""
 
 from __future__ import annotations
 
@@ -11,3 +11,4 @@ pytest.importorskip("hal_backend_cpu.kernels", reason="the hal-backend-cpu wheel
 
 class TestCPU(BackendConformance):
     backend = "cpu"
+    short = True

@@ -18,4 +18,5 @@ def emulated(kernel: object) -> object:
 
 class TestEmulatedTiles(BackendConformance):
     backend = "emulated"
+    short = True
     kernels = tuple(map(emulated, kernels.KERNELS))
