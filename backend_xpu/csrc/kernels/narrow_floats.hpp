@@ -14,6 +14,16 @@ inline float from_e4m3(uint32_t code) {
   return code & 0x80 ? -magnitude : magnitude;
 }
 
+/// The nearest e4m3fn of a number, ties to even; it saturates at 448.
+inline unsigned char to_e4m3(float x) {
+  const uint32_t bits = sycl::bit_cast<uint32_t>(x), sign = bits >> 24 & 0x80;
+  const float magnitude = sycl::fabs(x);
+  if (magnitude >= 448.0f) return static_cast<unsigned char>(0x7e | sign);
+  if (magnitude < 0x1p-6f) return static_cast<unsigned char>(static_cast<uint32_t>(sycl::rint(magnitude * 0x1p9f)) | sign); // 8 is 2^-6
+  const uint32_t plain = bits & 0x7fffffff, up = 0x7ffff + (plain >> 20 & 1);
+  return static_cast<unsigned char>(((plain + up) >> 20) - (120 << 3) | sign);
+}
+
 /// e2m1: two bits of exponent with a bias of 1, one of mantissa.
 inline float from_e2m1(uint32_t code) {
   const uint32_t exponent = code >> 1 & 3, mantissa = code & 1;
