@@ -5,6 +5,10 @@ from __future__ import annotations
 from importlib.metadata import distribution
 from typing import TYPE_CHECKING, Any
 
+from hal_backend_xpu import kernels
+from hal_backend_xpu.declared import on_host
+from hal_backend_xpu.providers import kernels as provided
+from hal_core import settings
 from hal_core.manifest import FILE_NAME, BackendManifest
 
 if TYPE_CHECKING:
@@ -12,6 +16,9 @@ if TYPE_CHECKING:
     from hal_core.machine import Device, Machine
 
 __all__ = ["XpuBackend", "backend"]
+
+#: This backend's own.
+OWN: tuple[Any, ...] = kernels.KERNELS
 
 
 class XpuBackend:
@@ -21,10 +28,13 @@ class XpuBackend:
         self.manifest = BackendManifest.parse(distribution("hal-backend-xpu").read_text(FILE_NAME) or "")
 
     def devices(self, machine: Machine) -> tuple[Device, ...]:
-        return tuple(device for device in machine.devices if device.kind == "xpu")
+        kind = settings.xpu_device() or "xpu"
+        return tuple(device for device in machine.devices if device.kind == kind)
 
     def kernels(self) -> tuple[Kernel[Any], ...]:
-        return ()
+        if settings.xpu_device() == "cpu":
+            return tuple(map(on_host, OWN))
+        return (*OWN, *provided.KERNELS)
 
 
 backend = XpuBackend()

@@ -27,6 +27,13 @@
 #include <sycl/ext/oneapi/matrix/matrix.hpp>
 #endif
 
+// Registers are addressed by constants, so loops over tiles are unrolled; emulated they would be copies of much code.
+#if HAL_ENGINE == HAL_EMULATION
+#define HAL_LOOP _Pragma("clang loop unroll(disable)")
+#else
+#define HAL_LOOP _Pragma("unroll")
+#endif
+
 namespace hal {
 
 constexpr int TM = HAL_TM, TN = HAL_SG, KB = HAL_KB, B_ROWS = KB / 4;
@@ -62,7 +69,7 @@ template <typename T> struct Engine {
   template <typename F> static void make_b(sycl::sub_group group, B &b, uint32_t *local, F word) {
     const int lane = group.get_local_linear_id();
     sycl::group_barrier(group); // what was made before has been loaded
-    for (int j = 0; j < B_ROWS; ++j) local[j * TN + lane] = word(j);
+    HAL_LOOP for (int j = 0; j < B_ROWS; ++j) local[j * TN + lane] = word(j);
     sycl::group_barrier(group);
     mx::joint_matrix_load(group, b, in<sycl::access::address_space::local_space>(reinterpret_cast<T *>(local)), TN * PACK);
   }
@@ -74,7 +81,7 @@ template <typename T> struct Engine {
     sycl::group_barrier(group);
     mx::joint_matrix_store(group, c, in<sycl::access::address_space::local_space>(sums), TN, mx::layout::row_major);
     sycl::group_barrier(group);
-    for (int i = 0; i < TM; ++i) f(i, sums[i * TN + lane]);
+    HAL_LOOP for (int i = 0; i < TM; ++i) f(i, sums[i * TN + lane]);
   }
 };
 
@@ -138,30 +145,28 @@ template <typename T> struct Engine {
   static void zero(sycl::sub_group, C &c) { c = Acc(0); }
   static void load_a(sycl::sub_group group, A &a, const T *from, size_t pitch) {
     const int lane = group.get_local_linear_id();
-    for (int i = 0; i < TM; ++i) a[i] = reinterpret_cast<const Lane *>(from + i * pitch)[lane];
+    HAL_LOOP for (int i = 0; i < TM; ++i) a[i] = reinterpret_cast<const Lane *>(from + i * pitch)[lane];
   }
   static void load_b(sycl::sub_group group, B &b, const uint32_t *from, size_t pitch) {
     const int lane = group.get_local_linear_id();
-    for (int j = 0; j < B_ROWS; ++j) b[j] = static_cast<int>(from[j * pitch + lane]);
+    HAL_LOOP for (int j = 0; j < B_ROWS; ++j) b[j] = static_cast<int>(from[j * pitch + lane]);
   }
   template <typename F> static void make_b(sycl::sub_group, B &b, uint32_t *, F word) {
-    for (int j = 0; j < B_ROWS; ++j) b[j] = static_cast<int>(word(j));
+    HAL_LOOP for (int j = 0; j < B_ROWS; ++j) b[j] = static_cast<int>(word(j));
   }
   static void mad(sycl::sub_group group, C &c, const A &a, const B &b) {
 #if HAL_ENGINE == HAL_DPAS && defined(__SYCL_DEVICE_ONLY__)
     c = dpas(a, b, c, T{});
 #else
-#pragma clang loop unroll(disable)
-    for (int i = 0; i < TM; ++i) {
+    HAL_LOOP for (int i = 0; i < TM; ++i) {
       Acc sum = c[i];
-#pragma clang loop unroll(disable)
-      for (int d = 0; d < B_ROWS; ++d) sum = dot(word_of_row(group, a[i], d), b[d], sum, T{});
+      HAL_LOOP for (int d = 0; d < B_ROWS; ++d) sum = dot(word_of_row(group, a[i], d), b[d], sum, T{});
       c[i] = sum;
     }
 #endif
   }
   template <typename F> static void each(sycl::sub_group, C &c, uint32_t *, F f) {
-    for (int i = 0; i < TM; ++i) f(i, static_cast<Acc>(c[i]));
+    HAL_LOOP for (int i = 0; i < TM; ++i) f(i, static_cast<Acc>(c[i]));
   }
 };
 

@@ -36,6 +36,16 @@ private:
   int experts_, tall_, across_, wide_, next_, step_, passed_ = 0;
 };
 
+/// Of a sub-group: this walks over its share of the tiles of `tall` by `wide` and calls `each(tile)`.
+template <typename F> inline void over_tiles(const int *offsets, int experts, int tall, int wide, int columns, F each) {
+  const auto item = this_item();
+  const auto group = item.get_sub_group();
+  const int lanes = static_cast<int>(group.get_group_linear_range());
+  const int first = static_cast<int>(item.get_group_linear_id()) * lanes + static_cast<int>(group.get_group_linear_id());
+  Tiles tiles(offsets, experts, tall, wide, columns, first, static_cast<int>(item.get_group_range(2)) * lanes);
+  while (tiles.next()) each(tiles);
+}
+
 /// What becomes of the products of gate and up.
 struct Epilogue {
   const float *gate_bias, *up_bias;
@@ -45,3 +55,17 @@ struct Epilogue {
 };
 
 } // namespace hal
+
+// Sub-groups of a work-group, and local memory for all of them.
+#define HAL_NSG 4
+#define HAL_LOCAL_WORDS (HAL_NSG * (hal::ENGINE_WORDS ? hal::ENGINE_WORDS : 1))
+#define HAL_LOCAL(NAME) sycl::ext::oneapi::experimental::work_group_static<uint32_t[HAL_LOCAL_WORDS]> NAME
+
+// The ladder: more rows of an expert, taller tiles (RM by RN). AMX has eight tile registers, and its tiles are twice as tall.
+#if HAL_TM == 16
+#define HAL_LADDER(MAKE, NAME, GATED) MAKE(NAME##_0, 1, 2 - GATED, GATED) MAKE(NAME##_1, 2, 2 - GATED, GATED)
+#else
+#define HAL_LADDER(MAKE, NAME, GATED)                                                                                                    \
+  MAKE(NAME##_0, 1, 2 - GATED, GATED) MAKE(NAME##_1, 2, 2 - GATED, GATED) MAKE(NAME##_2, 4, 2 - GATED, GATED)                            \
+  MAKE(NAME##_3, 4, 4 - 2 * GATED, GATED)
+#endif

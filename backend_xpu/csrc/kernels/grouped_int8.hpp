@@ -16,8 +16,8 @@ inline void int8_tile(sycl::sub_group group, const Tiles &tile, const signed cha
                       int n, int k, const Epilogue &to, uint32_t *local) {
   using E = Engine<signed char>;
   typename E::C sums[RM][RN], gates[RM][RN];
-  for (int i = 0; i < RM; ++i)
-    for (int j = 0; j < RN; ++j) {
+  HAL_LOOP for (int i = 0; i < RM; ++i)
+    HAL_LOOP for (int j = 0; j < RN; ++j) {
       E::zero(group, sums[i][j]);
       if constexpr (GATED) E::zero(group, gates[i][j]);
     }
@@ -25,27 +25,27 @@ inline void int8_tile(sycl::sub_group group, const Tiles &tile, const signed cha
   const signed char *rows = a + static_cast<size_t>(tile.row) * k;
   for (int at = 0; at < k; at += KB) {
     typename E::A left[RM];
-    for (int i = 0; i < RM; ++i) E::load_a(group, left[i], rows + static_cast<size_t>(i * TM) * k + at, k);
-    for (int j = 0; j < RN; ++j) {
+    HAL_LOOP for (int i = 0; i < RM; ++i) E::load_a(group, left[i], rows + static_cast<size_t>(i * TM) * k + at, k);
+    HAL_LOOP for (int j = 0; j < RN; ++j) {
       const int column = tile.column + j * TN;
       if (column >= n) continue;
       const size_t from = matrix + static_cast<size_t>(at / 4) * n + column;
       typename E::B right;
       E::load_b(group, right, up.words + from, n);
-      for (int i = 0; i < RM; ++i) E::mad(group, sums[i][j], left[i], right);
+      HAL_LOOP for (int i = 0; i < RM; ++i) E::mad(group, sums[i][j], left[i], right);
       if constexpr (GATED) {
         E::load_b(group, right, gate.words + from, n);
-        for (int i = 0; i < RM; ++i) E::mad(group, gates[i][j], left[i], right);
+        HAL_LOOP for (int i = 0; i < RM; ++i) E::mad(group, gates[i][j], left[i], right);
       }
     }
   }
-  for (int j = 0; j < RN; ++j) {
+  HAL_LOOP for (int j = 0; j < RN; ++j) {
     const int column = tile.column + j * TN + static_cast<int>(group.get_local_linear_id());
     if (tile.column + j * TN >= n) continue;
     const size_t lane = static_cast<size_t>(tile.expert) * n + column;
     const float scale = up.scales[lane], bias = to.up_bias ? to.up_bias[lane] : 0.0f;
     const float gate_scale = GATED ? gate.scales[lane] : 0.0f, gate_bias = GATED && to.gate_bias ? to.gate_bias[lane] : 0.0f;
-    for (int i = 0; i < RM; ++i) {
+    HAL_LOOP for (int i = 0; i < RM; ++i) {
       float other[TM];
       if constexpr (GATED) E::each(group, gates[i][j], local, [&](int r, int sum) { other[r] = static_cast<float>(sum) * gate_scale; });
       E::each(group, sums[i][j], local, [&](int r, int sum) {
@@ -59,50 +59,21 @@ inline void int8_tile(sycl::sub_group group, const Tiles &tile, const signed cha
   }
 }
 
-template <int RM, int RN, bool GATED>
-inline void grouped_int8(const signed char *a, const float *a_scales, const int *offsets, int experts, Int8Matrix gate, Int8Matrix up, int n,
-                         int k, const Epilogue &to, uint32_t *local) {
-  const auto item = this_item();
-  const auto group = item.get_sub_group();
-  const int here = static_cast<int>(group.get_group_linear_id()), each = static_cast<int>(group.get_group_linear_range());
-  const int first = static_cast<int>(item.get_group_linear_id()) * each + here;
-  Tiles tiles(offsets, experts, RM * TM, RN * TN, n, first, static_cast<int>(item.get_group_range(2)) * each);
-  while (tiles.next()) int8_tile<RM, RN, GATED>(group, tiles, a, a_scales, gate, up, n, k, to, local + here * ENGINE_WORDS);
-}
-
 } // namespace hal
 
-/// Sub-groups of a work-group.
-#define HAL_NSG 4
-#define HAL_LOCAL_WORDS (HAL_NSG * (hal::ENGINE_WORDS ? hal::ENGINE_WORDS : 1))
-
-// Gate may be null where GATED is false. offsets: places where the rows of each expert start, and the end.
+// Gate may be null where GATED is 0. offsets: places where the rows of each expert start, and the end.
 #define HAL_GROUPED_INT8(NAME, RM, RN, GATED)                                                                                            \
   HAL_KERNEL void NAME(const signed char *a, const float *a_scales, const int *offsets, int experts, const uint32_t *gate,               \
                        const float *gate_scales, const float *gate_bias, const uint32_t *up, const float *up_scales,                     \
                        const float *up_bias, int n, int k, void *out, int kind, int activation, float alpha, float limit) {              \
-    sycl::ext::oneapi::experimental::work_group_static<uint32_t[HAL_LOCAL_WORDS]> local;                                                 \
-    hal::grouped_int8<RM, RN, GATED>(a, a_scales, offsets, experts, {gate, gate_scales}, {up, up_scales}, n, k,                          \
-                                     {gate_bias, up_bias, out, kind, activation, alpha, limit}, &local[0]);                              \
+    HAL_LOCAL(local);                                                                                                                    \
+    const auto group = hal::this_item().get_sub_group();                                                                                 \
+    uint32_t *own = &local[0] + group.get_group_linear_id() * hal::ENGINE_WORDS;                                                         \
+    hal::over_tiles(offsets, experts, (RM) * hal::TM, (RN) * hal::TN, n, [&](const hal::Tiles &tile) {                                       \
+      hal::int8_tile<RM, RN, GATED>(group, tile, a, a_scales, {gate, gate_scales}, {up, up_scales}, n, k,                                \
+                                    {gate_bias, up_bias, out, kind, activation, alpha, limit}, own);                                     \
+    });                                                                                                                                  \
   }
 
-// The ladder: more rows of an expert, taller tiles. AMX has eight tile registers, and its tiles are twice as tall.
-#if HAL_TM == 16
-HAL_GROUPED_INT8(grouped_int8_0, 1, 2, false)
-HAL_GROUPED_INT8(grouped_int8_1, 2, 2, false)
-HAL_GROUPED_INT8(grouped_int8_2, 2, 2, false)
-HAL_GROUPED_INT8(grouped_int8_3, 2, 2, false)
-HAL_GROUPED_INT8(gated_int8_0, 1, 1, true)
-HAL_GROUPED_INT8(gated_int8_1, 2, 1, true)
-HAL_GROUPED_INT8(gated_int8_2, 2, 1, true)
-HAL_GROUPED_INT8(gated_int8_3, 2, 1, true)
-#else
-HAL_GROUPED_INT8(grouped_int8_0, 1, 2, false)
-HAL_GROUPED_INT8(grouped_int8_1, 2, 2, false)
-HAL_GROUPED_INT8(grouped_int8_2, 4, 2, false)
-HAL_GROUPED_INT8(grouped_int8_3, 4, 4, false)
-HAL_GROUPED_INT8(gated_int8_0, 1, 1, true)
-HAL_GROUPED_INT8(gated_int8_1, 2, 1, true)
-HAL_GROUPED_INT8(gated_int8_2, 4, 1, true)
-HAL_GROUPED_INT8(gated_int8_3, 4, 2, true)
-#endif
+HAL_LADDER(HAL_GROUPED_INT8, grouped_int8, 0)
+HAL_LADDER(HAL_GROUPED_INT8, gated_int8, 1)
