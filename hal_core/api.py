@@ -48,7 +48,7 @@ def probe(*, isolated: bool = False) -> Probe:
         from hal_core.isolated import isolated_probe
 
         return isolated_probe()
-    return probe_from(Machine.detect(), default_registry().rows())
+    return probe_from(Machine.detect(), default_registry().rows(), default_registry().kernels())
 
 
 def backends() -> tuple[BackendRow, ...]:

@@ -241,6 +241,10 @@ class Kernel(ABC, Generic[S]):
         """Whether only a policy that names it may choose it here, as on a device for tests. Pure, like ``refusals``."""
         return False
 
+    def lacks(self, machine: Machine) -> tuple[Refusal, ...]:
+        """Software that it calls and that is not on ``machine``; ``refusals`` has these reasons too. For ``hal probe``."""
+        return ()
+
     @abstractmethod
     def prepare(self, spec: S, weights: Any) -> nn.Module:
         """Pack canonical weights into this kernel's layout and return the op."""

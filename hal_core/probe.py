@@ -23,7 +23,7 @@ __all__ = ["Probe", "probe_from", "rows_elsewhere"]
 
 @dataclass(frozen=True)
 class Probe:
-    """hints: devices that were seen without a backend for them, with the command that installs one. trials: of an isolated probe."""
+    """hints: devices without a backend, and how to install one; what kernels call and do not find. trials: of an isolated probe."""
 
     hal_core: str
     machine: Machine
@@ -57,8 +57,8 @@ class Probe:
         return "\n".join(lines)
 
 
-def probe_from(machine: Machine, rows: Sequence[BackendRow]) -> Probe:
-    """A probe of given facts and backends."""
+def probe_from(machine: Machine, rows: Sequence[BackendRow], kernels: Sequence[RegisteredKernel] = ()) -> Probe:
+    """A probe of given facts and backends, and of the kernels that these registered."""
     named = {row.name for row in rows}
     seen = dict.fromkeys(device.kind for device in machine.devices)
     hints = []
@@ -69,7 +69,24 @@ def probe_from(machine: Machine, rows: Sequence[BackendRow]) -> Probe:
                 ", ".join(dict.fromkeys(texts)) for texts in zip(*((d.architecture, d.name) for d in devices), strict=True)
             )
             hints.append(f"{architectures} seen ({names}), and no {kind} backend is installed: {INSTALL_HINTS[kind]}")
+    for row in rows:
+        if row.status == "ready":
+            hints += [f"{row.name}: {lack}" for lack in _lacking(machine, [k for k in kernels if k.backend == row.name])]
     return Probe(__version__, machine, tuple(rows), tuple(hints))
+
+
+def _lacking(machine: Machine, kernels: Sequence[RegisteredKernel]) -> tuple[str, ...]:
+    """What is missing, each once with the kernels that call it."""
+    found: dict[str, list[str]] = {}
+    for k in kernels:
+        try:
+            reasons = [str(reason) for reason in k.kernel.lacks(machine)]
+        except Exception as error:  # noqa: BLE001 - a plugin may raise anything
+            reasons = [f"lacks() raised {type(error).__name__}: {error}"]
+        for reason in reasons:
+            found.setdefault(reason, []).append(k.name.partition(".")[2])
+    shown = {reason: names if len(names) < len(kernels) else ["every kernel"] for reason, names in found.items()}
+    return tuple(f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}: {r}" for r, names in shown.items())
 
 
 def rows_elsewhere(machine: Machine, rows: Sequence[BackendRow], kernels: Sequence[RegisteredKernel]) -> tuple[BackendRow, ...]:

@@ -46,6 +46,9 @@ class _OnTargets:
             found = (*(reason for reason in found if reason.code != "device.arch"), *target_refusals(machine, multiplied))
         return (*found, *torch_refusals(machine))
 
+    def lacks(self, machine: Machine) -> tuple[Refusal, ...]:
+        return torch_refusals(machine)
+
 
 class LinearTriton(_OnTargets, LinearTritonBase):
     """int4 and int8 weights, exact activations."""

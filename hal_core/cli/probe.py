@@ -47,8 +47,8 @@ def _probe(machine: Machine, facts: str | None) -> Probe:
     from hal_core.registry import default_registry
 
     registry = default_registry()
-    rows = registry.rows()
-    return probe_from(machine, rows if facts is None else rows_elsewhere(machine, rows, registry.kernels()))
+    rows, kernels = registry.rows(), registry.kernels()
+    return probe_from(machine, rows if facts is None else rows_elsewhere(machine, rows, kernels), kernels)
 
 
 def _isolated(limit: float, fresh: bool) -> Probe:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from core.fakes import MACHINE, manifest, row
+from core.fakes import MACHINE, manifest, registered, row
 
 import hal_core as hal
-from hal_core.machine import Denied, Device
+from hal_core.machine import Denied, Device, Version
 from hal_core.manifest import BackendManifest
 from hal_core.probe import Probe, probe_from
 from hal_core.refusal import Refusal
@@ -40,6 +40,22 @@ def test_a_backend_that_never_ran_says_so():
     lines = [line.strip() for line in str(probe).splitlines()]
     assert lines[lines.index("compiled, never run") - 1].startswith("rocm ")
     assert Probe.from_json(probe.dumps()) == probe
+
+
+def test_what_kernels_call_and_do_not_find_is_a_hint():
+    def lacks(self, machine):
+        return () if machine.version("libfast") else (Refusal("backend.package", "libfast", "not installed", "pip install libfast"),)
+
+    def broken(self, machine):
+        raise RuntimeError("oh")
+
+    kernels = (*(registered(f"cpu.{name}", lacks=lacks) for name in "abcd"), registered("cpu.own"), registered("gone.a", lacks=lacks))
+    rows = (row("cpu", "cpu.own"), row("gone", status="failed", refusals=(BROKEN,)))
+    (hint,) = probe_from(MACHINE, rows, kernels).hints
+    assert hint == f"cpu: a, b, c and 1 more: {lacks(None, MACHINE)[0]}"
+    assert probe_from(replace(MACHINE, versions=(Version("libfast", "1"),)), rows, kernels).hints == ()
+    (hint,) = probe_from(MACHINE, rows, (registered("cpu.own", lacks=broken),)).hints
+    assert hint == "cpu: every kernel: lacks() raised RuntimeError: oh"
 
 
 def test_a_cpu_without_its_backend_is_a_hint():

@@ -18,7 +18,8 @@ from hal_core.kv.scheme import parse_pair
 from hal_core.machine import Version
 from hal_core.numerics import ActivationQuant, Numerics, numerics_from_word
 from hal_core.policy import Policy
-from hal_core.registry import RegisteredKernel
+from hal_core.probe import probe_from
+from hal_core.registry import BackendRow, RegisteredKernel
 from hal_core.schemes import WeightScheme
 from hal_core.select import candidates_from, select_from
 from hal_core.spec import Activation, KVCacheSpec, LinearSpec, MoESpec
@@ -155,6 +156,23 @@ def test_aiters_reasons_cite_its_own_lines():
     (reason,) = asked.refusals
     assert reason.asked == "intermediate=192"
     assert "asm_moe_2stage.cu:187" in reason.found
+
+
+@pytest.mark.parametrize(
+    ("software", "told"),
+    [
+        ("aiter", []),
+        ("plain", ["amd-aiter", "not installed"]),
+        ("newer", ["moe_aiter_mxfp4_bf16", "version 0.1.9"]),
+        ("cuda torch", ["every kernel", "torch built for ROCm"]),
+    ],
+)
+def test_probe_says_what_is_missing(software, told):
+    machine = replace(load_facts("mi300x"), versions=SOFTWARE[software])
+    hints = probe_from(machine, (BackendRow("rocm", "hal-backend-rocm", "1", "ready"),), ALL).hints
+    found = [hint for hint in hints if hint.startswith("rocm: ")]
+    assert bool(found) == bool(told)
+    assert all(part in "".join(found) for part in told)
 
 
 @pytest.mark.parametrize(

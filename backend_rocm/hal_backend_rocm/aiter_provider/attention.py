@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from hal_backend_rocm.aiter_provider import DISTRIBUTION, VERSIONS
-from hal_backend_rocm.aiter_provider.served import provider_refusals
+from hal_backend_rocm.aiter_provider.served import missing, provider_refusals
 from hal_core.calls import Call
 from hal_core.kernel import KVEpilogue, KVKernel, KVSchemeSet, ShapeLimit
 from hal_core.numerics import Numerics
@@ -71,6 +71,9 @@ class AiterKV(KVKernel):
 
     def refusals(self, spec: KVCacheSpec, machine: Machine) -> tuple[Refusal, ...]:
         return (*super().refusals(spec, machine), *provider_refusals(machine, VERSIONS, partial(attention_refusals, spec)))
+
+    def lacks(self, machine: Machine) -> tuple[Refusal, ...]:
+        return missing(machine, VERSIONS)
 
     def prepare(self, spec: KVCacheSpec, weights: KVParams) -> AiterKVOp:
         from hal_backend_rocm.aiter_provider.attention_op import AiterKVOp

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from hal_backend_rocm.aiter_provider import DISTRIBUTION
 from hal_backend_rocm.aiter_provider.attention import AiterKV
 from hal_backend_rocm.aiter_provider.entries import LINEARS, MOES, Entry, entry_refusals
-from hal_backend_rocm.aiter_provider.served import provider_refusals
+from hal_backend_rocm.aiter_provider.served import missing, provider_refusals
 from hal_core.kernel import LinearEpilogue, LinearKernel, MoEEpilogue, MoEKernel
 from hal_core.selection import widened
 
@@ -62,6 +62,9 @@ class MoEAiter(MoEKernel):
         pad = self._entry.pad
         return widened(("hidden", spec.hidden, pad), ("intermediate", spec.intermediate, pad))
 
+    def lacks(self, machine: Machine) -> tuple[Refusal, ...]:
+        return missing(machine, self._entry.versions)
+
     def prepare(self, spec: MoESpec, weights: MoEWeights) -> AiterExperts:
         from hal_backend_rocm.aiter_provider.ops import AiterExperts
 
@@ -92,6 +95,9 @@ class LinearAiter(LinearKernel):
     def refusals(self, spec: LinearSpec, machine: Machine) -> tuple[Refusal, ...]:
         entry = self._entry
         return (*super().refusals(spec, machine), *provider_refusals(machine, entry.versions, partial(entry_refusals, entry, spec)))
+
+    def lacks(self, machine: Machine) -> tuple[Refusal, ...]:
+        return missing(machine, self._entry.versions)
 
     def prepare(self, spec: LinearSpec, weights: LinearWeights) -> AiterLinear:
         from hal_backend_rocm.aiter_provider.ops import AiterLinear

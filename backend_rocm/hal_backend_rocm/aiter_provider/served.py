@@ -14,7 +14,16 @@ if TYPE_CHECKING:
     from hal_core.machine import Machine
     from hal_core.refusal import Refusal
 
-__all__ = ["provider_refusals"]
+__all__ = ["missing", "provider_refusals"]
+
+
+def missing(machine: Machine, versions: str) -> tuple[Refusal, ...]:
+    """AITER or torch's ROCm build, where an AMD GPU is there to need them."""
+    return _software(machine, versions) if any(device.kind == "rocm" for device in machine.devices) else ()
+
+
+def _software(machine: Machine, versions: str) -> tuple[Refusal, ...]:
+    return (*package_refusals(machine, DISTRIBUTION, versions, INSTALL), *torch_refusals(machine))
 
 
 def provider_refusals(machine: Machine, versions: str, on: Callable[[str], tuple[Refusal, ...]]) -> tuple[Refusal, ...]:
@@ -22,4 +31,4 @@ def provider_refusals(machine: Machine, versions: str, on: Callable[[str], tuple
     targets = sorted({device.architecture for device in machine.devices if device.kind == "rocm"})
     each = [on(target) for target in targets]
     own = () if not each or not all(each) else tuple(dict.fromkeys(reason for reasons in each for reason in reasons))
-    return (*package_refusals(machine, DISTRIBUTION, versions, INSTALL), *torch_refusals(machine), *own)
+    return (*_software(machine, versions), *own)
