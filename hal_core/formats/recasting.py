@@ -38,9 +38,15 @@ def recast_checkpoint(checkpoint: Checkpoint, recast: Mapping[str, str] | None) 
     Raises:
         SettingError: not such a mapping. FormatError: a pattern that matches no float matrix, or a block of experts held in one tensor.
     """
-    if recast is not None and not (isinstance(recast, Mapping) and all(isinstance(t, str) for item in recast.items() for t in item)):
-        raise SettingError("recast", f"{recast!r}"[:80], 'give patterns with schemes, as {"*.mlp.experts": "fp8:channel"}')
-    return _Recast(checkpoint, {pattern: _transform(pattern, word) for pattern, word in recast.items()}) if recast else checkpoint
+    if not recast:
+        return checkpoint
+    return _Recast(checkpoint, {pattern: _transform(pattern, word) for pattern, word in _checked(recast).items()})
+
+
+def _checked(recast: object) -> Mapping[str, str]:
+    if isinstance(recast, Mapping) and all(isinstance(text, str) for item in recast.items() for text in item):
+        return recast
+    raise SettingError("recast", f"{recast!r}"[:80], 'give patterns with schemes, as {"*.mlp.experts": "fp8:channel"}')
 
 
 def _transform(pattern: str, word: str) -> ToFP8:
