@@ -143,7 +143,7 @@ def test_sorting_and_quantizers_compile(arch):
             launch.quantize_fp8(x, None)
         launch.widened(integer(4096, 4096, lead=()), 0, torch.empty(4096, 4096, dtype=torch.bfloat16, device=META))
     check(found, arch, "")
-    assert len({kernel.name for kernel in found}) >= 6
+    assert {"sort_slots", "count_slots", "scatter_slots", "int8_tokens", "widen_steps"} <= {kernel.name for kernel in found}
 
 
 def test_steps_around_the_grouped_product_compile(monkeypatch):
