@@ -67,11 +67,22 @@ def on_ranks(folder: Path, jobs: list[Job], ranks: int = 2) -> list[torch.Tensor
     finally:
         for process in started:
             process.kill()
+        for left in Path("/dev/shm").glob(f"{port}-*"):
+            left.unlink()
     assert codes == [0] * ranks, "".join(log.read_text()[-3000:] for log in logs)
     return torch.load(found)
 
 
+def _name_shared_memory() -> None:
+    """vLLM calls the memory that its ranks share by the last part of its start method, which is the same for all of torchrun's runs."""
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    usual = _CPUSHMDistributed.make_group_name
+    _CPUSHMDistributed.make_group_name = staticmethod(lambda own: f"{os.environ['MASTER_PORT']}-{usual(own).lstrip('/')}")
+
+
 def main() -> None:
+    _name_shared_memory()
     work, found = sys.argv[1:]
     options = {"tensor_parallel_size": int(os.environ["WORLD_SIZE"]), "distributed_executor_backend": "external_launcher"}
     answers = [prompt_logits(Job(**job), **options) for job in json.loads(Path(work).read_text())]

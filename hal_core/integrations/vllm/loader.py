@@ -5,6 +5,7 @@ Needed for files whose names vLLM does not know (GGUF); elsewhere it spares read
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,7 @@ class HalLoader(DefaultModelLoader):
         if not isinstance(config, HalConfig):
             raise SettingError("load_format hal", f"quantization is {model_config.quantization}", "use it with quantization='hal'")
         served = config.opened()
-        self.counter_before_loading_weights = 0.0
+        self.counter_before_loading_weights = time.perf_counter()
         hidden = served.hidden_names()
         for name, entry in served.checkpoint.entries.items():
             if not entry.quantized and name not in hidden:
