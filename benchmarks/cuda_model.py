@@ -1,18 +1,18 @@
 """Whole models on an NVIDIA GPU through the ``hal`` command: probe, explain, run and bench, and logits beside golden ones.
 
-    python benchmarks/cuda_model.py --golden FOLDER [--json FILE] [--seconds 1]
+    python benchmarks/cuda_model.py [--json FILE] [--parts golden,made,bench]
 
-FOLDER is an unpacked checkpoint of tests/golden, a Qwen3-MoE of random weights. Beside it a synthetic Qwen3-MoE of two layers is made,
-int4 in groups of 128, as benchmarks/load_memory.py makes it. Both get a tokenizer of bytes, since the weights know no words.
+golden: the int4 Qwen3-MoE of tests/golden, of random weights. made: a synthetic Qwen3-MoE of two layers, int4 in groups of 128, as
+benchmarks/load_memory.py makes it. Both get a tokenizer of bytes, since the weights know no words.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from pathlib import Path
@@ -24,6 +24,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import hal_core
 
+GOLDEN = Path(__file__).resolve().parent.parent / "tests" / "golden" / "ar_sym_int4_g32_moe.tar.xz"
 PROMPT = "Why is the sky blue?"
 HAL = [sys.executable, "-c", "from hal_core.cli.main import app_main; app_main()"]
 
@@ -67,32 +68,59 @@ def shortened(found: dict) -> dict:
     return {name: value for name, value in found.items() if name not in ("candidates", "token_ids", "notes", "text")}
 
 
+def golden_model(room: Path, result: dict) -> None:
+    """Logits beside the checkpoint's own, and the same text as the reference's."""
+    with tarfile.open(GOLDEN) as archive:
+        archive.extractall(room, filter="data")
+    folder = room / GOLDEN.name.partition(".")[0]
+    add_tokenizer(folder)
+    result["golden"] = [golden_error(folder, numerics) for numerics in ("checkpoint", "exact")]
+    runs = [generated(folder, policy) for policy in ("auto", "require:reference")]
+    result["golden_runs"] = [shortened(run) for run in runs]
+    result["golden_text_as_reference"] = runs[0].get("text") is not None and runs[0].get("text") == runs[1].get("text")
+    print("golden: the same text as the reference's:", result["golden_text_as_reference"], flush=True)
+
+
+def generated(folder: Path, policy: str) -> dict:
+    return hal("run", str(folder), "--prompt", PROMPT, "--max-new-tokens", "64", "--policy", policy)
+
+
+def made_model(room: Path, result: dict) -> None:
+    folder = room / "qwen3_moe_2_layers"
+    folder.mkdir()
+    write_checkpoint(folder, 2, moe=True)
+    add_tokenizer(folder)
+    result["explain"] = hal("explain", str(folder))
+    result["made_runs"] = [shortened(generated(folder, policy)) for policy in ("auto", "require:cuda.*_triton,reference")]
+
+
+def bench(_: Path, result: dict) -> None:
+    common = ("--seconds", "1", "--rounds", "5", "--seed", "1")
+    result["bench"] = [hal("bench", op, "--m", m, *common) for op, m in (("moe", "1,16,64,256"), ("linear", "1,16,128"))]
+
+
+PARTS = {"golden": golden_model, "made": made_model, "bench": bench}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--golden", type=Path, required=True)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--seconds", default="1")
+    parser.add_argument("--parts", default=",".join(PARTS))
     options = parser.parse_args()
-    result: dict = {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__, "gpu": torch.cuda.get_device_name()}
+    if not torch.cuda.is_available():
+        print("no CUDA device: nothing to measure")
+        return
+    result: dict = {
+        "date": time.strftime("%Y-%m-%d"),
+        "torch": torch.__version__,
+        "gpu": torch.cuda.get_device_name(),
+        "probe": hal("probe"),
+    }
     with tempfile.TemporaryDirectory() as room:
-        golden, made = Path(room) / "golden", Path(room) / "qwen3_moe_2_layers"
-        shutil.copytree(options.golden, golden)
-        made.mkdir()
-        write_checkpoint(made, 2, moe=True)
-        for folder in (golden, made):
-            add_tokenizer(folder)
-        result["probe"] = hal("probe")
-        result["golden"] = [golden_error(golden, numerics) for numerics in ("checkpoint", "exact")]
-        result["explain"] = hal("explain", str(made))
-        runs = [(golden, "auto"), (golden, "require:reference"), (made, "auto"), (made, "require:cuda.*_triton,reference")]
-        result["run"] = [hal("run", str(at), "--prompt", PROMPT, "--max-new-tokens", "64", "--policy", policy) for at, policy in runs]
-        common = ("--seconds", options.seconds, "--rounds", "5", "--seed", "1")
-        result["bench"] = [hal("bench", op, "--m", m, *common) for op, m in (("moe", "1,16,64,256"), ("linear", "1,16,128"))]
-    texts = [run.get("text") for run in result["run"]]
-    print("golden: the same text as the reference's:", texts[0] is not None and texts[0] == texts[1], flush=True)
-    result["run"] = [shortened(run) for run in result["run"]]
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        for part in options.parts.split(","):
+            PARTS[part](Path(room), result)
+            if options.json:
+                options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

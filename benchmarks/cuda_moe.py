@@ -337,6 +337,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=240)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("no CUDA device: nothing to measure")
+        return
     mine = tuple(int(v) for v in arguments.share.split("/")) if arguments.share else (0, 1)
     until, result = time.time() + arguments.seconds, {"command": " ".join(sys.argv), "date": time.strftime("%Y-%m-%d")}
     result["versions"] = {"torch": torch.__version__, "triton": __import__("triton").__version__, "python": platform.python_version()}

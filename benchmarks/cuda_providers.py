@@ -411,6 +411,9 @@ def main():
     parser.add_argument("--parts", default="numerics,experts,dense,attention")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("no CUDA device: nothing to measure")
+        return
     wanted = ("torch", "triton", "humming-kernels", "flashinfer-python")
     installed = {d.metadata["Name"]: d.version for d in metadata.distributions()}
     versions = {name: installed.get(name, "none") for name in wanted}
