@@ -134,7 +134,7 @@ def test_undamaged_checkpoints_equal_the_slow_reader(kind, tmp_path):
 
 
 @pytest.mark.parametrize("name", list(GROUPS))
-@settings(max_examples=300, **fuzz.SETTINGS)
+@settings(max_examples=100, **fuzz.SETTINGS)
 @given(seed=st.integers(0, 2**48))
 def test_damage_is_read_right_or_refused(name, seed):
     run_example(name, seed)
