@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 VOCABULARY = 256
+#: Options for :func:`carried_model`, whose heads of 16 channels are served by our pages alone.
+CARRIED = {"quantization": "hal", "hal": {"numerics": "exact", "kv_cache": "fp32"}, "max_model_len": 128}
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,15 @@ def write_model(folder: Path, head_dim: int = 64, layers: int = 2, **changes) ->
                 parameter[3] = 6
     model.save_pretrained(folder)
     return folder
+
+
+def carried_model(folder: Path) -> Path:
+    """A writable copy of the small Qwen3-MoE that the repository carries, without the golden file, which vLLM would take for weights."""
+    from golden import goldens
+
+    target = goldens.copy("ar_sym_int4_g32_moe", folder / "model")
+    (target / "golden.safetensors").unlink()
+    return target
 
 
 @contextlib.contextmanager

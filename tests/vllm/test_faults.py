@@ -7,17 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from golden import goldens
 from safetensors.torch import load_file, save_file
-from vllm_engine import engine
+from vllm_engine import CARRIED, carried_model, engine
 
 from hal_core.errors import HalError
 
-NAME = "ar_sym_int4_g32_moe"
 PROGRAM = Path(__file__).parents[1] / "vllm_engine.py"
-#: Heads of 16 channels are served by our pages alone.
-HAL = {"numerics": "exact", "kv_cache": "fp32"}
-OPTIONS = {"quantization": "hal", "max_model_len": 128}
 
 
 def without_scales(tensors):
@@ -46,15 +41,14 @@ DAMAGED = {
     "scales": (without_scales, {}, r"model\.layers\.1\.self_attn\.o_proj"),
     "expert": (without_an_expert, {}, r"model\.layers\.1\.mlp\.experts(\.5)?"),
     "surplus expert": (with_an_expert_too_many, {}, r"model\.layers\.0\.mlp\.experts(\.8)?"),
+    "plain weight": (without_a_plain_weight, {}, r"model\.layers\.0\.mlp\.gate"),
     "policy": (keep, {"policy": "require:linear=cuda.*"}, r"require:linear=cuda"),
     "option": (keep, {"numeric": "exact"}, r"numeric.*use policy, numerics, kv_cache"),
 }
 
 
 def checkpoint(folder, change):
-    """The golden checkpoint without its logits, changed."""
-    target = goldens.copy(NAME, folder / "model")
-    (target / "golden.safetensors").unlink()
+    target = carried_model(folder)
     tensors = load_file(target / "model.safetensors")
     change(tensors)
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
@@ -64,13 +58,8 @@ def checkpoint(folder, change):
 @pytest.mark.parametrize("fault", DAMAGED)
 def test_the_fault_is_named_and_nothing_is_served(tmp_path, fault):
     change, hal, words = DAMAGED[fault]
-    with pytest.raises((HalError, ValueError), match=words), engine(checkpoint(tmp_path, change), **OPTIONS, hal=HAL | hal):
-        pytest.fail("the engine was made")
-
-
-def test_a_missing_plain_weight_is_named_by_our_loader(tmp_path):
-    model = checkpoint(tmp_path, without_a_plain_weight)
-    with pytest.raises((HalError, ValueError), match=r"model\.layers\.0\.mlp\.gate"), engine(model, **OPTIONS, load_format="hal", hal=HAL):
+    options = CARRIED | {"hal": CARRIED["hal"] | hal}
+    with pytest.raises((HalError, ValueError), match=words), engine(checkpoint(tmp_path, change), **options):
         pytest.fail("the engine was made")
 
 
@@ -89,7 +78,7 @@ def test_a_program_of_two_ranks_ends_with_the_error_of_each(tmp_path):
     if len(cores) < 2:
         pytest.skip("two ranks need two processor cores")
     setting = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[1]}"}
-    options = OPTIONS | {"hal": HAL | {"policy": "require:moe=cuda.*"}, "tensor_parallel_size": 2}
+    options = CARRIED | {"hal": CARRIED["hal"] | {"policy": "require:moe=cuda.*"}, "tensor_parallel_size": 2}
     code, printed = run(tmp_path, checkpoint(tmp_path, keep), options, setting)
     assert code != 0
     for rank in (0, 1):
@@ -99,6 +88,6 @@ def test_a_program_of_two_ranks_ends_with_the_error_of_each(tmp_path):
 def test_another_release_of_vllm_is_refused_by_its_number(tmp_path):
     pretend = "import runpy, sys, vllm; vllm.__version__ = '0.33.1'; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
     setting = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    code, printed = run(tmp_path, checkpoint(tmp_path, keep), OPTIONS | {"hal": HAL}, setting, prefix=("-c", pretend))
+    code, printed = run(tmp_path, checkpoint(tmp_path, keep), CARRIED, setting, prefix=("-c", pretend))
     assert code != 0
     assert "quantization hal in vLLM 0.33.1: tested with vLLM from 0.32 up to, not including, 0.33" in printed
