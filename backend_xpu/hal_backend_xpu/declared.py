@@ -33,10 +33,12 @@ class OnXpu:
 
     def _device_refusals(self, machine: Machine) -> tuple[Refusal, ...]:
         runtime = package_refusals(machine, "intel-sycl-rt", _VERSIONS, _INSTALL)
-        if any(device.kind == "xpu" for device in machine.devices) and "xpu" in self.devices:
-            found: tuple[Refusal, ...] = super()._device_refusals(machine)  # type: ignore[misc]
-            return (*found, *runtime)
         opencl = package_refusals(machine, "intel-opencl-rt", _VERSIONS, _INSTALL)
+        own: tuple[Refusal, ...] = super()._device_refusals(machine)  # type: ignore[misc]
+        if "xpu" not in self.devices:
+            return (*own, *runtime, *opencl)
+        if any(device.kind == "xpu" for device in machine.devices):
+            return (*own, *runtime)
         if not runtime and not opencl:
             return ()
         seen = ", ".join(sorted({device.kind for device in machine.devices})) or "none"

@@ -36,13 +36,15 @@ _INT4 = SchemeSet(
     act_order=True,
     group_multiple=8,  # one 32-bit word of a column holds eight codes, which must share a scale
 )
-#: Sums in float32, in an order that depends on sizes alone, but on the number of rows too.
-_EXACT = Numerics(deterministic=True)
+#: Sums in float32, in an order that depends on sizes alone, but on the number of rows too: many are multiplied with weights that are
+#: widened and rounded to the type of the rows.
+_EXACT = Numerics(operand="bf16", deterministic=True)
 _RESCALED = GroupToChannel()
 #: Few rows keep the weights as they are and their activations exact.
 _INT8 = Numerics((ActivationQuant("int8", "token"),), weights="rescaled", deterministic=True)
-#: bf16 rounds by 1.7e-3 in the L2 sense: the output, what lies between two products, and, with many rows, the scaled weights.
-_BOUND = 6e-3
+#: bf16 rounds by 1.7e-3 in the L2 sense: the output, what lies between two products, and, with many rows, the scaled weights; twice in
+#: a row in experts, where minima may cancel.
+_BOUND, _EXPERTS_BOUND = 6e-3, 1.2e-2
 #: Of experts with int8 activations, where minima that cancel magnify a step, and of folding groups.
 _INT8_BOUND = 0.17
 #: A tile's columns, and the widest step over K (64 bytes of int8).
@@ -74,6 +76,9 @@ class LinearInt4(OnXpu, LinearKernel):
     error_bound = _BOUND
     priority = 200
 
+    def computes(self, spec: LinearSpec) -> Numerics:
+        return replace(self.numerics, operand=spec.dtype)
+
     def refusals(self, spec: LinearSpec, machine: Machine) -> tuple[Refusal, ...]:
         return (*super().refusals(spec, machine), *_group_refusals(((spec.weights, spec.k),)))
 
@@ -99,8 +104,11 @@ class MoEInt4(OnXpu, MoEKernel):
     limits = (ShapeLimit("hidden", multiple=_K), ShapeLimit("intermediate", multiple=_K))  # each is K of one product and N of another
     m_range = (1, None)
     layout = "xpu.words"
-    error_bound = _BOUND
+    error_bound = _EXPERTS_BOUND
     priority = 200
+
+    def computes(self, spec: MoESpec) -> Numerics:
+        return self.numerics if self.numerics.operand == "own" else replace(self.numerics, operand=spec.dtype)
 
     def refusals(self, spec: MoESpec, machine: Machine) -> tuple[Refusal, ...]:
         wide = tuple((scheme, spec.hidden) for scheme in (spec.gate, spec.up) if scheme is not None)

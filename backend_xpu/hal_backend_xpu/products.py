@@ -62,13 +62,14 @@ class _Call:
         """A kernel of rows.hpp."""
         self.here.launch(self.here.kernel("rows.hpp", name), groups, (1, 1, items), arguments)
 
-    def gathered(self, x: Tensor, order: Tensor | None, top_k: int, perm: Tensor | None, weights: Tensor | None, total: Tensor | None,
-                 count: int) -> Tensor:  # fmt: skip
-        """Rows in the order of the places with room behind them."""
-        out = self.scratch(count + _ROOM, x.shape[1], dtype=x.dtype)
-        kind = FLOATS[x.dtype]
-        self.rows("gather_rows", (1, count, 1), _ITEMS, x, kind, x.shape[1], order, top_k, perm, weights, total, count, out, kind)
-        return out
+    def gathered(
+        self, x: Tensor, order: Tensor | None, top_k: int, perm: Tensor | None, weights: Tensor | None, total: Tensor | None, count: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Rows in the order of the places with room behind them; and, of ``weights``, what each is to be multiplied with."""
+        out, kind = self.scratch(count + _ROOM, x.shape[1], dtype=x.dtype), FLOATS[x.dtype]
+        scales = None if weights is None else self.scratch(count + _ROOM, dtype=torch.float32)
+        self.rows("gather_rows", (1, count, 1), _ITEMS, x, kind, x.shape[1], order, top_k, perm, weights, total, count, out, kind, scales)
+        return out, scales
 
     def quantized(
         self, x: Tensor, order: Tensor | None, top_k: int, weights: Tensor | None, total: Tensor, count: int
@@ -118,13 +119,13 @@ def linear(x: Tensor, weight: Int4View, out: Tensor, engine: str | None = None) 
     call = _Call(x.device, engine)
     element = _ELEMENTS[x.dtype]
     if count <= tuning(call.here.engine(element).name).decode_rows:
-        rows = x if weight.perm is None else call.gathered(x, None, 1, weight.perm, None, None, count)
+        rows = x if weight.perm is None else call.gathered(x, None, 1, weight.perm, None, None, count)[0]
         call.row_by_row(rows, 1, count, None, None, NO_GATE, weight, out, _PLAIN)
     else:
-        rows = call.gathered(x, None, 1, weight.perm, None, None, count)
+        rows, _ = call.gathered(x, None, 1, weight.perm, None, None, count)
         offsets = torch.arange(0, count + 1, count, dtype=torch.int32, device=x.device)
         call.held.append(offsets)
-        arguments = (rows, offsets, 1, *NO_GATE, *weight.arguments(), weight.n, weight.k, weight.group)
+        arguments = (rows, None, offsets, 1, *NO_GATE, *weight.arguments(), weight.n, weight.k, weight.group)
         call.grouped("grouped_int4", element, count, count, 1, weight.n, (*arguments, out, FLOATS[out.dtype], *_PLAIN))
     call.here.finish()
     return out
@@ -188,14 +189,14 @@ def _few(call: _Call, x: Tensor, top_k: int, slots: int, slot_expert: Tensor, gi
 
 def _int4(call: _Call, x: Tensor, top_k: int, slots: int, at: _Places, given: Tensor | None, block: Block) -> Tensor:
     element, many = _ELEMENTS[x.dtype], slots / block.local
-    rows = call.gathered(x, at.order, top_k, None, given, at.total, slots)
+    rows, scales = call.gathered(x, at.order, top_k, None, given, at.total, slots)
     inner = call.scratch(slots + _ROOM, block.up.n, dtype=x.dtype)
     y = call.scratch(slots, block.down.n, dtype=torch.float32)
     up, down = block.up, block.down
-    first = (rows, at.offsets, block.local, *block.gate_arguments, *up.arguments(), up.n, up.k, up.group, inner, FLOATS[x.dtype])
-    kind = "grouped_int4" if block.gate is None else "gated_int4"
-    call.grouped(kind, element, many, slots, block.local, up.n, (*first, block.activation, block.alpha, block.limit))
-    second = (inner, at.offsets, block.local, *NO_GATE, *down.arguments(), down.n, down.k, down.group, y, _FP32)
+    kind, epilogue = "grouped_int4" if block.gate is None else "gated_int4", (block.activation, block.alpha, block.limit)
+    first = (rows, scales, at.offsets, block.local, *block.gate_arguments, *up.arguments(), up.n, up.k, up.group)
+    call.grouped(kind, element, many, slots, block.local, up.n, (*first, inner, FLOATS[x.dtype], *epilogue))
+    second = (inner, None, at.offsets, block.local, *NO_GATE, *down.arguments(), down.n, down.k, down.group, y, _FP32)
     call.grouped("grouped_int4", element, many, slots, block.local, down.n, (*second, *_PLAIN))
     return y
 

@@ -79,7 +79,7 @@ def call_experts(
     b, gate = block, block.gate
     found = _EXPERTS(
         x, ids, weights, expert_map, [] if gate is None else gate.tensors, b.up.tensors, b.down.tensors,
-        [] if gate is None else gate.numbers, b.up.numbers, b.down.numbers, b.activation, b.alpha, b.limit, b.num_experts, b.local, b.scaling, b.router_on_input, b.rescaled,
-        reduce, dtype,
+        [] if gate is None else gate.numbers, b.up.numbers, b.down.numbers, b.activation, b.alpha, b.limit, b.num_experts, b.local,
+        b.scaling, b.router_on_input, b.rescaled, reduce, dtype,
     )  # fmt: skip
     return cast("Tensor", found)

@@ -26,7 +26,7 @@ template <typename T> inline void widened_b(sycl::sub_group group, typename Engi
 
 /// RM x RN tiles of one sub-group. Rows beyond `rows` are read, so that A has room for RM * TM more than there are, and not stored.
 template <typename T, int RM, int RN, bool GATED>
-inline void int4_tile(sycl::sub_group group, const Tiles &tile, const T *a, Int4Matrix gate, Int4Matrix up, int n, int k, const Epilogue &to,
+inline void int4_tile(sycl::sub_group group, const Tiles &tile, const T *a, const float *a_scales, Int4Matrix gate, Int4Matrix up, int n, int k, const Epilogue &to,
                       uint32_t *local) {
   using E = Engine<T>;
   typename E::C sums[RM][RN], gates[RM][RN];
@@ -58,11 +58,13 @@ inline void int4_tile(sycl::sub_group group, const Tiles &tile, const T *a, Int4
     const float bias = to.up_bias ? to.up_bias[own] : 0.0f, gate_bias = GATED && to.gate_bias ? to.gate_bias[own] : 0.0f;
     HAL_LOOP for (int i = 0; i < RM; ++i) {
       float other[TM];
-      if constexpr (GATED) E::each(group, gates[i][j], local, [&](int r, float sum) { other[r] = sum + gate_bias; });
+      if constexpr (GATED) E::each(group, gates[i][j], local, [&](int r, float sum) { other[r] = sum; });
       E::each(group, sums[i][j], local, [&](int r, float sum) {
         if (i * TM + r >= tile.rows) return;
-        const float value = combined(GATED ? other[r] : 0.0f, sum + bias, GATED, to.activation, to.alpha, to.limit);
-        store_float(to.out, to.kind, static_cast<size_t>(tile.row + i * TM + r) * n + column, value);
+        const int row = tile.row + i * TM + r;
+        const float scale = a_scales ? a_scales[row] : 1.0f, first = GATED ? other[r] * scale + gate_bias : 0.0f;
+        const float value = combined(first, sum * scale + bias, GATED, to.activation, to.alpha, to.limit);
+        store_float(to.out, to.kind, static_cast<size_t>(row) * n + column, value);
       });
     }
   }
@@ -70,9 +72,10 @@ inline void int4_tile(sycl::sub_group group, const Tiles &tile, const T *a, Int4
 
 } // namespace hal
 
-// Gate may be null where GATED is 0. offsets: places where the rows of each expert start, and the end.
+// a_scales of rows and gate may be null, this where GATED is 0. offsets: places where the rows of each expert start, and the end.
 #define HAL_GROUPED_INT4(NAME, RM, RN, GATED)                                                                                            \
-  HAL_KERNEL void NAME(const void *a, const int *offsets, int experts, const uint32_t *gate, const void *gate_scales,                    \
+  HAL_KERNEL void NAME(const void *a, const float *a_scales, const int *offsets, int experts, const uint32_t *gate,                      \
+                       const void *gate_scales,                                                                                          \
                        const unsigned char *gate_zeros, const void *gate_minimums, int gate_kind, const float *gate_bias,                \
                        const uint32_t *up, const void *up_scales, const unsigned char *up_zeros, const void *up_minimums, int up_kind,   \
                        const float *up_bias, int n, int k, int columns, void *out, int kind, int activation, float alpha,                \
@@ -81,7 +84,7 @@ inline void int4_tile(sycl::sub_group group, const Tiles &tile, const T *a, Int4
     const auto group = hal::this_item().get_sub_group();                                                                                 \
     uint32_t *own = &local[0] + group.get_group_linear_id() * hal::ENGINE_WORDS;                                                         \
     hal::over_tiles(offsets, experts, (RM) * hal::TM, (RN) * hal::TN, n, [&](const hal::Tiles &tile) {                                       \
-      hal::int4_tile<HAL_ROW, RM, RN, GATED>(group, tile, static_cast<const HAL_ROW *>(a),                                               \
+      hal::int4_tile<HAL_ROW, RM, RN, GATED>(group, tile, static_cast<const HAL_ROW *>(a), a_scales,                                     \
                                              {gate, gate_scales, gate_zeros, gate_minimums, gate_kind, columns},                         \
                                              {up, up_scales, up_zeros, up_minimums, up_kind, columns}, n, k,                             \
                                              {gate_bias, up_bias, out, kind, activation, alpha, limit}, own);                            \

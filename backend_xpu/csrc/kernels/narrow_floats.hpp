@@ -5,13 +5,20 @@
 
 namespace hal {
 
+// Decoders are free of branches: lanes that part ways cost more than both ways. All ones where a condition holds:
+inline uint32_t mask_of(bool condition) { return 0u - static_cast<uint32_t>(condition); }
+
+/// A magnitude with the exponent of normal numbers; where the code's own is 0 the leading one, `unit`, is taken off again, which is
+/// exact and needs no subnormal float, for devices may flush these.
+inline float magnitude_of(uint32_t exponent, uint32_t bias, uint32_t mantissa) {
+  const uint32_t small = mask_of(exponent == 0), field = (exponent + bias + (small & 1)) << 23;
+  return sycl::bit_cast<float>(field | mantissa) - sycl::bit_cast<float>(field & small);
+}
+
 /// e4m3fn: four bits of exponent with a bias of 7, three of mantissa, no infinity.
 inline float from_e4m3(uint32_t code) {
-  const uint32_t exponent = code >> 3 & 15, mantissa = code & 7;
-  const float small = static_cast<float>(mantissa) * 0x1p-9f; // by conversion: devices may flush subnormal floats
-  const float normal = sycl::bit_cast<float>((exponent + 120) << 23 | mantissa << 20);
-  const float magnitude = (code & 0x7f) == 0x7f ? __builtin_nanf("") : (exponent ? normal : small);
-  return code & 0x80 ? -magnitude : magnitude;
+  const uint32_t bits = sycl::bit_cast<uint32_t>(magnitude_of(code >> 3 & 15, 120, (code & 7) << 20));
+  return sycl::bit_cast<float>(bits | (code & 0x80) << 24 | (mask_of((code & 0x7f) == 0x7f) & 0x7fc00000));
 }
 
 /// The nearest e4m3fn of a number, ties to even; it saturates at 448.
@@ -26,9 +33,14 @@ inline unsigned char to_e4m3(float x) {
 
 /// e2m1: two bits of exponent with a bias of 1, one of mantissa.
 inline float from_e2m1(uint32_t code) {
-  const uint32_t exponent = code >> 1 & 3, mantissa = code & 1;
-  const float magnitude = exponent ? sycl::bit_cast<float>((exponent + 126) << 23 | mantissa << 22) : 0.5f * static_cast<float>(mantissa);
-  return code & 8 ? -magnitude : magnitude;
+  const uint32_t bits = sycl::bit_cast<uint32_t>(magnitude_of(code >> 1 & 3, 126, (code & 1) << 22));
+  return sycl::bit_cast<float>(bits | (code & 8) << 28);
+}
+
+/// The bits of the nearest bf16, ties to even.
+inline uint32_t bf16_bits(float x) {
+  const uint32_t bits = sycl::bit_cast<uint32_t>(x), nan = mask_of((bits & 0x7fffffff) > 0x7f800000);
+  return ((bits + 0x7fff + (bits >> 16 & 1)) >> 16 & ~nan) | (0x7fc0 & nan);
 }
 
 /// A weight [N, K]: words [K * BITS / 32, N] with the first code lowest; scales [K / group, N], or null.
@@ -45,8 +57,7 @@ template <int BITS> inline uint32_t pair_of(const NarrowMatrix &matrix, int k, i
   const float scale = matrix.scales ? matrix.scales[static_cast<size_t>(k / matrix.group) * matrix.n + column] : 1.0f;
   const float low = BITS == 8 ? from_e4m3(codes & 0xff) : from_e2m1(codes & 15);
   const float high = BITS == 8 ? from_e4m3(codes >> 8 & 0xff) : from_e2m1(codes >> 4 & 15);
-  const uint32_t first = sycl::bit_cast<uint16_t>(narrowed<bf16>(low * scale)), second = sycl::bit_cast<uint16_t>(narrowed<bf16>(high * scale));
-  return first | second << 16;
+  return bf16_bits(low * scale) | bf16_bits(high * scale) << 16;
 }
 
 /// What becomes of a sum: times its column's scale, plus its bias; either may be null.

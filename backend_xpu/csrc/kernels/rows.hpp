@@ -57,22 +57,23 @@ HAL_KERNEL void sort_slots(const void *ids, int wide, const int *map, int64_t *f
   }
 }
 
-/// Rows of x in the order of the places, in 16 bits: out[place] = x[order[place] / top_k], columns by perm, times the slot's weight.
-/// order, perm and weights may be null; total is the number of places, read on the device, or null for `rows` of them.
+/// Rows of x in the order of the places, in 16 bits: out[place] = x[order[place] / top_k], columns by perm; scales[place] is the slot's weight.
+/// order, perm, and weights with scales may be null; total is the number of places, read on the device, or null for `rows` of them.
 HAL_KERNEL void gather_rows(const void *x, int kind, int columns, const int *order, int top_k, const int *perm, const float *weights,
-                            const int *total, int rows, void *out, int out_kind) {
+                            const int *total, int rows, void *out, int out_kind, float *scales) {
   using namespace hal;
   const auto item = this_item();
   const int place = static_cast<int>(item.get_group(1));
   if (place >= (total ? *total : rows)) return;
   const int slot = order ? order[place] : place;
-  const float weight = weights ? weights[slot] : 1.0f;
   const size_t from = static_cast<size_t>(slot / top_k) * columns, to = static_cast<size_t>(place) * columns;
   for (int k = static_cast<int>(item.get_local_id(2)); k < columns; k += static_cast<int>(item.get_local_range(2)))
-    store_float(out, out_kind, to + k, load_float(x, kind, from + (perm ? perm[k] : k)) * weight);
+    store_float(out, out_kind, to + k, load_float(x, kind, from + (perm ? perm[k] : k)));
+  // not multiplied: that would round the row once more
+  if (weights && item.get_local_id(2) == 0) scales[place] = weights[slot];
 }
 
-/// The same to int8 codes and a scale for each row, the largest magnitude over 127.
+/// The same, times the slot's weight, to int8 codes and a scale for each row, the largest magnitude over 127.
 HAL_KERNEL void quantize_rows(const void *x, int kind, int columns, const int *order, int top_k, const float *weights, const int *total,
                               int rows, signed char *codes, float *scales) {
   using namespace hal;
