@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["E8M0_NAN", "count_fp8_nans", "effective_scales", "scale_values"]
+__all__ = ["E8M0_NAN", "count_fp8_nans", "effective_scales", "from_fnuz", "scale_values", "to_fnuz"]
 
 #: The one byte of an E8M0 scale that is no power of two.
 E8M0_NAN = 255
+_MINUS_ZERO, _NAN = 0x80, 0x7F
 #: Bytes that are looked at together; they stay in a core's cache.
 _PART = 1 << 18
 
@@ -42,3 +43,17 @@ def count_fp8_nans(values: Tensor) -> int:
         if int(magnitude.max()) >= least:
             bad += int((magnitude >= least).sum())
     return bad
+
+
+def to_fnuz(values: Tensor) -> Tensor:
+    """float8_e4m3fn to the float8_e4m3fnuz of half the numbers."""
+    codes = values.view(torch.uint8)
+    nan = (codes & 0x7F) == _NAN
+    codes = torch.where(codes == _MINUS_ZERO, 0, codes)
+    return torch.where(nan, _MINUS_ZERO, codes).to(torch.uint8).view(torch.float8_e4m3fnuz)
+
+
+def from_fnuz(values: Tensor) -> Tensor:
+    """Inverse of :func:`to_fnuz`, for what it made: float8_e4m3fn of twice the numbers."""
+    codes = values.view(torch.uint8)
+    return torch.where(codes == _MINUS_ZERO, _NAN, codes).to(torch.uint8).view(torch.float8_e4m3fn)

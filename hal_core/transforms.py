@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hal_core.codes import E8M0_NAN, count_fp8_nans
+from hal_core.codes import E8M0_NAN, count_fp8_nans, to_fnuz
 from hal_core.errors import ShapeError
 from hal_core.schemes import Granularity, GranularityKind, WeightScheme, ZeroKind
 from hal_core.selection import Transform
@@ -105,11 +105,11 @@ class Fnuz(WeightTransform):
         assert weight.scales is not None  # quantized schemes have scales
         if count := count_fp8_nans(weight.values):
             raise self._refused(weight.scheme, f"{count} values are NaN", "the checkpoint is damaged: fetch or make it again")
-        codes = weight.values.view(torch.uint8)
-        values = codes.masked_fill(codes == 0x80, 0).view(torch.float8_e4m3fnuz)
         static = None if weight.input_scale is None else self._doubled(weight.input_scale, weight.scheme)
         scheme = replace(weight.scheme, dtype="fp8_e4m3fnuz")
-        return replace(weight, scheme=scheme, values=values, scales=self._doubled(weight.scales, weight.scheme), input_scale=static)
+        return replace(
+            weight, scheme=scheme, values=to_fnuz(weight.values), scales=self._doubled(weight.scales, weight.scheme), input_scale=static
+        )
 
     def _doubled(self, scales: Tensor, scheme: WeightScheme) -> Tensor:
         """Twice the scales in their own dtype; a byte of E8M0 is an exponent."""

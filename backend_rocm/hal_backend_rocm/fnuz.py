@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
+from hal_core.codes import to_fnuz
 from hal_core.triton.modules import TritonExperts, TritonLinear
 from hal_core.triton.rows import RowMatrix
 
@@ -19,23 +18,7 @@ if TYPE_CHECKING:
 
     from hal_core.canonical import QuantizedTensor
 
-__all__ = ["FnuzExperts", "FnuzLinear", "FnuzRows", "from_fnuz", "to_fnuz"]
-
-_MINUS_ZERO, _NAN = 0x80, 0x7F
-
-
-def to_fnuz(values: Tensor) -> Tensor:
-    """float8_e4m3fn to the float8_e4m3fnuz of half the numbers."""
-    codes = values.view(torch.uint8)
-    nan = (codes & 0x7F) == _NAN
-    codes = torch.where(codes == _MINUS_ZERO, 0, codes)
-    return torch.where(nan, _MINUS_ZERO, codes).to(torch.uint8).view(torch.float8_e4m3fnuz)
-
-
-def from_fnuz(values: Tensor) -> Tensor:
-    """Inverse of :func:`to_fnuz`, for what it made: float8_e4m3fn of twice the numbers."""
-    codes = values.view(torch.uint8)
-    return torch.where(codes == _MINUS_ZERO, _NAN, codes).to(torch.uint8).view(torch.float8_e4m3fn)
+__all__ = ["FnuzExperts", "FnuzLinear", "FnuzRows"]
 
 
 class FnuzRows(RowMatrix):

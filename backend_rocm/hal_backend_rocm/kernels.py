@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from hal_core.kernel import LinearWeights, MoEWeights
     from hal_core.machine import Machine
     from hal_core.refusal import Refusal
+    from hal_core.selection import Transform
     from hal_core.spec import LinearSpec, MoESpec
 
 __all__ = ["KERNELS"]
@@ -83,6 +84,11 @@ class _Fnuz:
     architectures = ("gfx942",)
     _operand = "e4m3fnuz"
     layout = "triton.rows_fnuz"
+
+    def transforms(self, spec: LinearSpec | MoESpec) -> tuple[Transform, ...]:
+        from hal_core.transforms import Fnuz
+
+        return (Fnuz().record,)
 
 
 class LinearFP8FnuzTriton(_Fnuz, LinearFP8Triton):

@@ -57,7 +57,7 @@ def test_fnuz_refuses_scales_that_cannot_double(scale):
 
 
 @MANY
-@given(st.integers(0, 2**32), st.sampled_from(["channel", "b128x128", "b16x48"]), st.floats(1e-30, 1e30), st.integers(1, 200))
+@given(st.integers(0, 2**32), st.sampled_from(["channel", "b128x128", "b16x48"]), st.floats(1e-20, 1e20), st.integers(1, 200))
 def test_to_fp8_stays_within_its_bound(seed, granularity, size, k):
     draw = torch.Generator().manual_seed(seed)
     values = torch.randn(37, k, generator=draw) * size * torch.exp(3 * torch.randn(37, 1, generator=draw))

@@ -9,8 +9,9 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed; `make test-rocm` brings it")
 
-from hal_backend_rocm.fnuz import FnuzRows, from_fnuz, to_fnuz
+from hal_backend_rocm.fnuz import FnuzRows
 
+from hal_core.codes import from_fnuz, to_fnuz
 from hal_core.schemes import WeightScheme
 from hal_core.testing.data import random_weight
 from hal_core.triton import launch

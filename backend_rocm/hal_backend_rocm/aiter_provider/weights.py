@@ -9,9 +9,8 @@ from torch.nn.functional import pad
 
 from hal_backend_rocm.aiter_provider.entries import Entry, entry_refusals
 from hal_backend_rocm.aiter_provider.layouts import interleaved, packed_int4, scale_tiles, shuffled
-from hal_backend_rocm.fnuz import to_fnuz
 from hal_backend_rocm.targets import FP8_TYPE
-from hal_core.codes import effective_scales
+from hal_core.codes import effective_scales, to_fnuz
 from hal_core.errors import UnfitWeightsError
 
 if TYPE_CHECKING:
