@@ -19,6 +19,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -171,18 +172,32 @@ def environment(shelf: Path) -> dict[str, str]:
     return {**kept, "GOLDEN": str(shelf / "golden"), "HF_HUB_OFFLINE": "1", "PYTHONIOENCODING": "utf-8", "COLUMNS": "160"}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_every_block_runs_and_prints_what_the_page_says(page, shelf, tmp_path):
-    work = tmp_path / "work"
+def run_page(page: Path, shelf: Path, folder: Path) -> list[dict]:
+    """What its blocks printed, in a process of its own."""
+    work = folder / "work"
     lay_out(work, shelf)
     blocks = job(blocks_of(page))
     if not blocks:
-        return
-    (tmp_path / "job.json").write_text(json.dumps(blocks), encoding="utf-8")
-    command = [sys.executable, str(RUNNER), str(tmp_path / "job.json"), str(tmp_path / "results.json")]
+        return []
+    (folder / "job.json").write_text(json.dumps(blocks), encoding="utf-8")
+    command = [sys.executable, str(RUNNER), str(folder / "job.json"), str(folder / "results.json")]
     done = subprocess.run(command, cwd=work, env=environment(shelf), capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
-    for result in json.loads((tmp_path / "results.json").read_text(encoding="utf-8")):
+    return json.loads((folder / "results.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="session")
+def runs(request, shelf, tmp_path_factory):
+    """The pages that are tested in this session, in the making: two at a time, since each takes one core."""
+    chosen = [item.callspec.params["page"] for item in request.session.items if "runs" in getattr(item, "fixturenames", ())]
+    pool = ThreadPoolExecutor(max_workers=2)
+    yield {page: pool.submit(run_page, page, shelf, tmp_path_factory.mktemp("page")) for page in chosen}
+    pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_every_block_runs_and_prints_what_the_page_says(page, runs):
+    for result in runs[page].result():
         where = f"{page_id(page)}:{result['line']}"
         assert "fault" not in result, f"{where}: {result['fault']}"
         if result["expected"] is not None:

@@ -236,6 +236,10 @@ class Life(RuleBasedStateMachine):
             assert {sequence: digest(cache, sequence) for sequence in digests} == digests
 
 
+#: Lives of each scheme: some at every change, many before a release.
+EXAMPLES = (8, pytest.param(80, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]))
+
+
 def live(life, examples):
     checks = (HealthCheck.too_slow, HealthCheck.filter_too_much)
     run_state_machine_as_test(
@@ -243,10 +247,11 @@ def live(life, examples):
     )
 
 
+@pytest.mark.parametrize("examples", EXAMPLES)
 @pytest.mark.parametrize("budget", [0, 40_000])
 @pytest.mark.parametrize("text", WORDS)
-def test_any_life(text, budget):
-    live(type("Life", (Life,), {"text": text, "budget": budget}), 25)
+def test_any_life(text, budget, examples):
+    live(type("Life", (Life,), {"text": text, "budget": budget}), examples)
 
 
 class NativeLife(Life):
@@ -259,7 +264,8 @@ class NativeLife(Life):
         return hal.kv_op(self.spec, params, policy="require:cpu")
 
 
+@pytest.mark.parametrize("examples", EXAMPLES)
 @pytest.mark.parametrize("text", NATIVE)
-def test_any_life_over_native_pages(text):
+def test_any_life_over_native_pages(text, examples):
     pytest.importorskip("hal_backend_cpu", reason="the hal-backend-cpu wheel is not installed")
-    live(type("Life", (NativeLife,), {"text": text}), 8)
+    live(type("Life", (NativeLife,), {"text": text}), examples)
