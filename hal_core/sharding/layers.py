@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hal_core.formats.base import Checkpoint
     from hal_core.plan import PlannedOp
 
-__all__ = ["ExpertsShare", "RowsPart", "rank_embedding", "rank_experts", "rank_linears"]
+__all__ = ["ExpertsShare", "RowsPart", "linear_spec", "rank_embedding", "rank_experts", "rank_linears"]
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ def rank_linears(
         FormatError: a tensor that cannot be read. ShapeError: a cut that cannot be served; names the layer and the legal degrees.
     """
     weights = [_read(checkpoint, part.planned.module, part.planned.names("weight")[0], part.rows, columns) for part in parts]
-    activations = {_linear_spec(part.planned).activations for part in parts}
+    activations = {linear_spec(part.planned).activations for part in parts}
     joined = join_rows(weights) if len(activations) == 1 else None
-    specs, out, start = [_linear_spec(part.planned) for part in parts], [], 0
+    specs, out, start = [linear_spec(part.planned) for part in parts], [], 0
     for spec, weight in zip(specs, weights, strict=True) if joined is None else [(specs[0], joined)]:
         n, k = weight.shape
         request = numerics_from_word(numerics, spec.activations, weight.scheme.granularity.group)
@@ -76,7 +76,12 @@ def rank_linears(
     return out
 
 
-def _linear_spec(planned: PlannedOp) -> LinearSpec:
+def linear_spec(planned: PlannedOp) -> LinearSpec:
+    """The spec of a planned linear.
+
+    Raises:
+        ShapeError: it is none.
+    """
     if not isinstance(planned.spec, LinearSpec):
         raise ShapeError(f"layer {planned.module}", f"a linear in the engine, {planned.spec.op} in the checkpoint", "check the model type")
     return planned.spec

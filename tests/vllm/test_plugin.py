@@ -10,14 +10,14 @@ import torch
 import vllm_models
 from golden import goldens
 from safetensors.torch import load_file, save_file
-from vllm_engine import engine
+from vllm_engine import ask, elsewhere, engine
 from vllm_ranks import Job, logits_of, prompt_logits
 
 import hal_core as hal
 from hal_core.errors import FormatError, SettingError
 
 NAME = "gptq_v1_descact_int4_g32"
-EXTENSION = "hal_core.integrations.vllm.worker.WorkerExtension"
+OPTIONS = {"quantization": "hal", "max_model_len": 128, "worker_extension_cls": "hal_core.integrations.vllm.worker.WorkerExtension"}
 
 
 @pytest.fixture
@@ -60,13 +60,15 @@ def test_every_layer_says_what_serves_it_and_how_often_it_ran(checkpoint, monkey
 
     monkeypatch.setattr(held, "_told", set())
     monkeypatch.setenv("HAL_POLICY", "require:reference")
-    lines = Lines()
-    logging.getLogger("vllm.hal_core").addHandler(lines)
-    with engine(checkpoint, quantization="hal", worker_extension_cls=EXTENSION) as llm:
+    lines, logger = Lines(), logging.getLogger("vllm.hal_core")
+    logger.addHandler(lines)
+    logger.setLevel(logging.INFO)
+    with engine(checkpoint, **OPTIONS) as llm:
         (layers,), before = llm.collective_rpc("hal_explain"), llm.collective_rpc("hal_counters")[0]
         logits_of(llm, [5, 6, 7])
         after = llm.collective_rpc("hal_counters")[0]
-    logging.getLogger("vllm.hal_core").removeHandler(lines)
+    logger.removeHandler(lines)
+    logger.setLevel(logging.NOTSET)
     assert {layer["layer"].rpartition(".")[2] for layer in layers} == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
     assert len(layers) == 4 * goldens.config(NAME)["num_hidden_layers"]
     assert {kernel for layer in layers for kernel in layer["kernels"]} == {"reference.linear"}
@@ -76,24 +78,37 @@ def test_every_layer_says_what_serves_it_and_how_often_it_ran(checkpoint, monkey
     assert len(lines.texts) == len(set(lines.texts)) == len({spec for layer in layers for spec in layer["specs"]})
 
 
+@pytest.mark.timeout(600)
+def test_workers_of_two_ranks_serve_alike_and_say_so(checkpoint, tmp_path):
+    prompts = [[5, 6, 7, 8], [9, 10]]
+    with engine(checkpoint, hal={"numerics": "exact"}, **OPTIONS) as llm:
+        alone = ask(llm, prompts)
+    options = {name: value for name, value in OPTIONS.items() if name != "worker_extension_cls"}
+    together, ranks = elsewhere(tmp_path, checkpoint, prompts, hal={"numerics": "exact"}, tensor_parallel_size=2, **options)
+    assert [a.tokens for a in together] == [a.tokens for a in alone]
+    assert all(float((a.logits - b.logits).norm() / b.logits.norm()) < 1e-5 for a, b in zip(together, alone, strict=True))
+    first, second = [[layer for layer in rank if layer["layer"].endswith("_proj")] for rank in ranks]
+    assert [layer["rank"] for layer in first] == [[0, 2]] * len(first)
+    for name in ("layer", "specs", "kernels", "numerics", "calls"):
+        assert [layer[name] for layer in first] == [layer[name] for layer in second]
+    assert all(layer["calls"] for layer in first)
+
+
 def test_the_options_policy_goes_before_that_of_the_environment(checkpoint, monkeypatch):
     monkeypatch.setenv("HAL_POLICY", "require:reference")
-    with engine(checkpoint, hal={"policy": "auto", "numerics": "exact"}, quantization="hal", worker_extension_cls=EXTENSION) as llm:
+    with engine(checkpoint, hal={"policy": "auto", "numerics": "exact"}, **OPTIONS) as llm:
         kernels = {kernel for layer in llm.collective_rpc("hal_explain")[0] for kernel in layer["kernels"]}
     assert kernels
     assert all(kernel.startswith("cpu.") for kernel in kernels)
 
 
-@pytest.mark.parametrize(
-    ("module", "words"),
-    [("model.layers.0.mlp.extra_proj", "no quantized layer of this name"), ("model.layers.0.mlp", "no quantized layer|served")],
-)
-def test_quantized_parameters_without_a_place_are_an_error(checkpoint, module, words):
+def test_quantized_parameters_without_a_place_are_an_error(checkpoint):
+    module = "model.layers.0.mlp.extra_proj"
     tensors = load_file(checkpoint / "model.safetensors")
     parts = ("qweight", "qzeros", "scales", "g_idx")
     tensors |= {f"{module}.{part}": tensors[f"model.layers.0.mlp.down_proj.{part}"].clone() for part in parts}
     save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(FormatError, match=words), engine(checkpoint, quantization="hal"):
+    with pytest.raises(FormatError, match=r"layers\.0\.mlp\.extra_proj.*no quantized layer of this name"), engine(checkpoint, **OPTIONS):
         pass
 
 
@@ -101,25 +116,29 @@ def test_a_checkpoint_with_nothing_quantized_is_an_error(tmp_path):
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     Qwen3ForCausalLM(Qwen3Config(**vllm_models.SIZES, head_dim=32)).save_pretrained(tmp_path / "plain")
-    with pytest.raises(FormatError, match="nothing in it is quantized"), engine(tmp_path / "plain", quantization="hal"):
+    with pytest.raises(FormatError, match="nothing in it is quantized"), engine(tmp_path / "plain", **OPTIONS):
         pass
 
 
-def test_our_load_format_names_a_plain_parameter_that_is_missing(checkpoint):
+def test_our_load_format_names_a_plain_parameter_that_is_missing(checkpoint, monkeypatch):
+    from hal_core.integrations.vllm import config
+
+    monkeypatch.setattr(config, "check_plain_parameters", lambda *_: None)  # as for a model that transformers does not know
     tensors = load_file(checkpoint / "model.safetensors")
     del tensors["model.layers.1.input_layernorm.weight"]
     save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"layers\.1\.input_layernorm"), engine(checkpoint, quantization="hal", load_format="hal"):
+    with pytest.raises(ValueError, match=r"layers\.1\.input_layernorm"), engine(checkpoint, load_format="hal", **OPTIONS):
         pass
 
 
 def test_a_gguf_file_is_served_through_our_load_format(tmp_path):
-    path = gguf_files.write(tmp_path / "model.gguf", "qwen3moe", "Q4_0")
+    routers = {f"blk.{layer}.ffn_gate_inp.weight": "F32" for layer in range(gguf_files.LAYERS)}
+    path = gguf_files.write(tmp_path / "model.gguf", "qwen3moe", "Q4_0", kinds=routers)
     opened = hal.open_checkpoint(path)
     (tmp_path / "config.json").write_text(json.dumps({**opened.config, "architectures": ["Qwen3MoeForCausalLM"]}))
     ids = [3, 1, 4, 1, 5, 9, 2, 6]
     wanted = vllm_models.reference(path, ids)
-    options = {"load_format": "hal", "hal": {"numerics": "exact", "kv_cache": "fp32"}}
+    options = {"load_format": "hal", "hal": {"numerics": "exact"}}
     found = prompt_logits(Job(str(tmp_path), ids, options))
     assert float((found - wanted).norm() / wanted.norm()) < 1e-5
     assert torch.equal(found.argmax(-1), wanted.argmax(-1))

@@ -16,7 +16,7 @@ from hal_core.integrations.placement import placed
 from hal_core.integrations.vllm import ops
 from hal_core.integrations.vllm.held import HeldLayer, hold
 from hal_core.ops import QuantLinear
-from hal_core.sharding import Cut, RowsPart, rank_cut, rank_linears
+from hal_core.sharding import Cut, RowsPart, linear_spec, rank_cut, rank_linears
 from hal_core.spec import LinearSpec
 
 if TYPE_CHECKING:
@@ -72,12 +72,6 @@ class _PlainLinear(QuantLinear):
             self.get_buffer("bias").copy_(weights.bias)
 
 
-def _shape(planned: PlannedOp) -> tuple[int, int]:
-    if not isinstance(planned.spec, LinearSpec):
-        raise FormatError(f"layer {planned.module}", f"a linear in the engine, {planned.spec.op} in the checkpoint", "check the model type")
-    return planned.spec.n, planned.spec.k
-
-
 class HalLinearMethod(LinearMethodBase):
     """One layer's method: it makes no parameters, and reads its part of the checkpoint when vLLM has loaded the rest."""
 
@@ -112,7 +106,7 @@ class HalLinearMethod(LinearMethodBase):
         if self.held is not None:
             raise ShapeError(f"layer {self.prefix}", "its weights were loaded before", "start another engine: reloading is not served")
         bias = self._fused_bias(layer, checkpoint)
-        columns = rank_cut(f"{self.prefix}: k", _shape(self.planned[0])[1], self.k, layer.tp_rank, layer.tp_size)
+        columns = rank_cut(f"{self.prefix}: k", linear_spec(self.planned[0]).k, self.k, layer.tp_rank, layer.tp_size)
         asked = rank_linears(checkpoint, self._parts(layer), columns, self.config.options.numerics, bias)
         made = prepare_ops(self.config, self.prefix, asked)
         self.held = HeldLayer(self.prefix, made, (layer.tp_rank, layer.tp_size))
@@ -123,7 +117,7 @@ class HalLinearMethod(LinearMethodBase):
         rank, degree = layer.tp_rank, layer.tp_size
         if len(self.planned) == len(self.sizes):
             pairs = zip(self.planned, self.sizes, strict=True)
-            return [RowsPart(p, rank_cut(f"{p.module}: n", _shape(p)[0], size, rank, degree)) for p, size in pairs]
+            return [RowsPart(p, rank_cut(f"{p.module}: n", linear_spec(p).n, size, rank, degree)) for p, size in pairs]
         if len(self.planned) > 1:
             found = f"{len(self.planned)} modules in the checkpoint, {len(self.sizes)} parts in the engine"
             raise ShapeError(f"layer {self.prefix}", found, "check model_type and architectures in config.json")
@@ -132,7 +126,7 @@ class HalLinearMethod(LinearMethodBase):
     def _parts_of_one(self, layer: Any) -> list[RowsPart]:
         """A module that the file holds fused as the engine does: its parts follow each other."""
         (planned,), rank, degree = self.planned, layer.tp_rank, layer.tp_size
-        where, whole = f"{planned.module}: n", _shape(planned)[0]
+        where, whole = f"{planned.module}: n", linear_spec(planned).n
         replicas = [1, *[getattr(layer, "num_kv_head_replicas", 1)] * (len(self.sizes) - 1)]
         wholes = [size * degree // held_by for size, held_by in zip(self.sizes, replicas, strict=True)]
         if sum(wholes) != whole:
