@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from vllm_engine import VOCABULARY, ask, counter, elsewhere, engine, write_model
+from safetensors.torch import load_file, save_file
+from vllm_engine import CARRIED, VOCABULARY, ask, carried_model, counter, elsewhere, engine, write_model
 
 from hal_core.errors import HalError
 from hal_core.kv.scheme import parse_pair
@@ -141,6 +142,24 @@ def test_a_window_reaches_the_pages(tmp_path, prompts):
         answers = ask(llm, prompts)
     for prompt, answer in zip(prompts, answers, strict=True):
         assert relative(answer.logits, through_our_cache(model, "int8:token", prompt, answer.tokens)) < 2e-3
+
+
+def test_fp8_pages_take_the_scales_of_the_checkpoint(tmp_path):
+    model = carried_model(tmp_path)
+    tensors = load_file(model / "model.safetensors")
+    scales = {
+        f"model.layers.{layer}.self_attn.{side}_scale": torch.tensor(0.01 * (layer + 1) * (2 if side == "v" else 1))
+        for layer in range(2)
+        for side in "kv"
+    }
+    save_file(tensors | scales, model / "model.safetensors", metadata={"format": "pt"})
+    with engine(model, **CARRIED | {"hal": {"numerics": "exact", "kv_cache": "fp8", "policy": "require:kv=reference"}}) as llm:
+        found = [layer.pages.op.params for layer in attention(llm)]
+        answer = ask(llm, [[1, 17, 42, 99]])[0]
+    assert [params.source for params in found] == ["calibrated"] * 2
+    assert torch.allclose(torch.stack([params.key_scale for params in found]).flatten(), torch.tensor([0.01, 0.02]))
+    assert torch.allclose(torch.stack([params.value_scale for params in found]).flatten(), torch.tensor([0.02, 0.04]))
+    assert bool(answer.logits.isfinite().all())
 
 
 def test_two_ranks_share_the_heads(tmp_path, model, prompts):

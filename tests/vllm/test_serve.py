@@ -1,4 +1,4 @@
-"""`vllm serve` with our quantization method and our pages, asked through the OpenAI client; and the example, as a reader would run it."""
+"""`vllm serve` with our method and our pages, asked through the OpenAI client; the example and the page, as a reader would run them."""
 
 import contextlib
 import importlib.metadata
@@ -16,6 +16,7 @@ import pytest
 from vllm_engine import CARRIED, ask, carried_model, engine
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "vllm_offline.py"
+PAGE = EXAMPLE.parents[1] / "docs" / "vllm.md"
 PROMPT = "t7 t17 t42 t99"
 pytestmark = pytest.mark.slow
 
@@ -85,6 +86,18 @@ def test_a_server_answers_as_an_engine_does(tmp_path):
         )
     assert [int(word[1:]) for word in answer.choices[0].text.split()] == expected.tokens
     assert answer.usage.prompt_tokens == 4
+
+
+def test_the_pages_of_the_documentation_run(tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (tmp_path / "page.py").write_text("\n".join(blocks))
+    (tmp_path / "path" / "to").mkdir(parents=True)
+    servable(tmp_path).rename(tmp_path / "path" / "to" / "checkpoint")
+    command = [sys.executable, "page.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(blocks) == 2
+    assert re.search(r"^0 model\.layers\.0\.mlp\.experts \['moe E8 .*'cpu\.moe_", done.stdout, re.MULTILINE), done.stdout
 
 
 @pytest.mark.timeout(600)
