@@ -133,6 +133,14 @@ def _router_weight(bench: Bench) -> tuple[_Setting, _Setting]:
     return (first, inputs), (second, replace(inputs, scores=inputs.scores * 0.5))
 
 
+def _router_weight_on_input(bench: Bench) -> tuple[_Setting, _Setting]:
+    """Small weights: near 1 it makes little difference where they are applied."""
+    (first, inputs), (second, _) = _field("router_weight_on_input", False, True)(bench)
+    assert inputs.scores is not None  # experts have them
+    small = replace(inputs, scores=inputs.scores * 0.4)
+    return (first, small), (second, small)
+
+
 def _expert_map(bench: Bench) -> tuple[_Setting, _Setting]:
     (first, inputs), (second, _) = _specs(bench, bench.case.spec, bench.case.spec)
     assert inputs.expert_map is not None  # the plan asks for it
@@ -143,7 +151,7 @@ _SETTINGS: dict[str, Any] = {
     "limit": _activation("limit", 1.0, 100.0),
     "alpha": _activation("alpha", 0.5, 3.0),
     "routed_scaling": _field("routed_scaling", 1.0, 2.5),
-    "router_weight_on_input": _field("router_weight_on_input", False, True),
+    "router_weight_on_input": _router_weight_on_input,
     "bias": _bias,
     "router_weight": _router_weight,
     "expert_map": _expert_map,
