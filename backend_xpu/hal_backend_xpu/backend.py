@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import distribution
 from typing import TYPE_CHECKING, Any
 
-from hal_backend_xpu import kernels
+from hal_backend_xpu import fp8_kernels, kernels, kv_kernels
 from hal_backend_xpu.declared import on_host
 from hal_backend_xpu.providers import kernels as provided
 from hal_core import settings
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["XpuBackend", "backend"]
 
 #: This backend's own.
-OWN: tuple[Any, ...] = kernels.KERNELS
+OWN: tuple[Any, ...] = (*kernels.KERNELS, *fp8_kernels.KERNELS, *kv_kernels.KERNELS)
 
 
 class XpuBackend:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
-from hal_core import settings
+from hal_backend_xpu.declared import OnXpu, device_of
 from hal_core.kernel import LinearEpilogue, LinearKernel, SchemeSet, ShapeLimit
 from hal_core.numerics import ActivationQuant, Numerics
 from hal_core.refusal import Refusal
@@ -24,18 +22,10 @@ _NO_ZERO = (ZeroKind.NONE,)
 _GRAINS = (GranularityKind.TENSOR, GranularityKind.CHANNEL, GranularityKind.GROUP, GranularityKind.BLOCK)
 
 
-def where() -> torch.device:
-    """Where ops are prepared: the current Intel GPU, or the host for tests."""
-    return torch.device("cpu") if settings.xpu_device() == "cpu" else torch.device("xpu", torch.xpu.current_device())
-
-
-class LinearFp8(LinearKernel):
+class LinearFp8(OnXpu, LinearKernel):
     """e4m3 weights with scales of blocks, groups, columns or one; bf16 rows, unquantized."""
 
     name = "linear_fp8"
-    devices = ("xpu",)
-    architectures = ()
-    isa = ()
     schemes = SchemeSet(("fp8_e4m3", "mxfp8"), _GRAINS, _NO_ZERO, act_order=False, group_multiple=2)
     #: Sums are in float32, in an order of the sizes alone; few rows and many take other tiles, of the same order.
     numerics = Numerics(deterministic=True)
@@ -59,7 +49,7 @@ class LinearFp8(LinearKernel):
     def prepare(self, spec: LinearSpec, weights: LinearWeights) -> nn.Module:
         from hal_backend_xpu.fp8_linear import NarrowLinear
 
-        return NarrowLinear(spec, weights, where())
+        return NarrowLinear(spec, weights, device_of(weights.weight.values))
 
 
 class LinearMx(LinearFp8):
@@ -83,7 +73,7 @@ class LinearInt8Rows(LinearFp8):
     def prepare(self, spec: LinearSpec, weights: LinearWeights) -> nn.Module:
         from hal_backend_xpu.fp8_linear import Int8Linear
 
-        return Int8Linear(spec, weights, where())
+        return Int8Linear(spec, weights, device_of(weights.weight.values))
 
 
 KERNELS = (LinearFp8(), LinearMx(), LinearInt8Rows())

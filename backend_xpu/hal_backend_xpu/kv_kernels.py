@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hal_backend_xpu.declared import OnXpu
 from hal_core.kernel import KVEpilogue, KVKernel, KVSchemeSet
 from hal_core.numerics import Numerics
 
@@ -19,13 +20,10 @@ _TURBOQUANT = tuple(f"turboquant:{bits}{variant}" for bits in range(1, 9) for va
 _VALUES = (*_FLOATS, "fp8", "fp8:head", "int8:token", *_TURBOQUANT)
 
 
-class KVPages(KVKernel):
+class KVPages(OnXpu, KVKernel):
     """Attention over quantized pages, dequantized in the loop, in float32. New tokens are checked on the host, which waits for them."""
 
     name = "kv_pages"
-    devices = ("xpu",)
-    isa = ()
-    architectures = ()
     schemes = KVSchemeSet(keys=("int8", *_VALUES), values=_VALUES, mixed=True)
     #: Products with a rotation are torch's, whose order depends on the number of rows.
     numerics = Numerics(deterministic=True)

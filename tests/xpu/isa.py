@@ -114,7 +114,8 @@ def instructions(images: tuple[bytes, ...], device: str, folder: Path) -> dict[s
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=250, cwd=folder)
         assert "Build succeeded." in done.stdout, f"{device}: {done.stdout}{done.stderr}"
     found = {}
-    for path in sorted(dumps.glob("*.asm")):
+    # a kernel that does not fit its registers is compiled again: the last one stays
+    for path in sorted(dumps.glob("*.asm"), key=lambda file: file.stat().st_mtime_ns):
         text = path.read_text(errors="replace")
         name = re.search(rf"^//\.kernel {_PREFIX}(\w+)", text, re.MULTILINE)
         if name is not None:
@@ -125,10 +126,9 @@ def instructions(images: tuple[bytes, ...], device: str, folder: Path) -> dict[s
 
 def _read(lines: list[str]) -> Instructions:
     labels = {found[1]: at for at, line in enumerate(lines) if (found := re.match(r"(\w+):", line))}
-    jumps = [
-        (labels.get(found[1], at), at) for at, line in enumerate(lines) if (found := re.search(r"\b(?:jmpi|goto|while)\b.*?(_\w+)", line))
-    ]
-    loops = [(first, last) for first, last in jumps if first < last]
+    jumping = [at for at, line in enumerate(lines) if re.search(r"\b(?:jmpi|goto|while)\b", line)]
+    jumps = [(label, at) for at in jumping for label in re.findall(r"\s(\w+)", lines[at])]
+    loops = [(labels[label], at) for label, at in jumps if labels.get(label, at) < at]
     products, inner = [], set()
     for at, line in enumerate(lines):
         found = re.search(r"\bdpas\.(\S+) \(.*?\)\s+\S+:(\w+)\s+\S+\s+\S+:(\w+)\s+\S+:(\w+)", line)

@@ -11,7 +11,7 @@ import isa
 import pytest
 
 #: Headers with products, and the operands of dpas in each kernel: by a part of its name where there are several.
-HEADERS = {"grouped_int8.hpp": {"int8": ("d", "b", "b")}}
+HEADERS = {"grouped_int8.hpp": {"int8": ("d", "b", "b")}, "narrow_floats.hpp": {"e": ("f", "bf", "bf")}}
 #: Accesses of spilled registers in the loop over K, by kernel and device: none, unless stated.
 SPILLS: dict[tuple[str, str], int] = {}
 

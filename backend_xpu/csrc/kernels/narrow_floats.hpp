@@ -73,25 +73,25 @@ inline void narrow_tile(sycl::sub_group group, const bf16 *a, const NarrowMatrix
                         uint32_t *local) {
   using E = Engine<bf16>;
   typename E::C sums[RM][RN];
-  for (int i = 0; i < RM; ++i)
-    for (int j = 0; j < RN; ++j) E::zero(group, sums[i][j]);
+  HAL_LOOP for (int i = 0; i < RM; ++i)
+    HAL_LOOP for (int j = 0; j < RN; ++j) E::zero(group, sums[i][j]);
   const int lane = static_cast<int>(group.get_local_linear_id());
   for (int at = 0; at < matrix.k; at += E::K) {
     typename E::A left[RM];
-    for (int i = 0; i < RM; ++i) E::load_a(group, left[i], a + static_cast<size_t>(row + i * TM) * matrix.k + at, matrix.k);
-    for (int j = 0; j < RN; ++j) {
+    HAL_LOOP for (int i = 0; i < RM; ++i) E::load_a(group, left[i], a + static_cast<size_t>(row + i * TM) * matrix.k + at, matrix.k);
+    HAL_LOOP for (int j = 0; j < RN; ++j) {
       const int column = first + j * TN;
       if (column >= matrix.n) continue;
       typename E::B right;
       E::make_b(group, right, local, [&](int word) { return pair_of<BITS>(matrix, at + 2 * word, column + lane); });
-      for (int i = 0; i < RM; ++i) E::mad(group, sums[i][j], left[i], right);
+      HAL_LOOP for (int i = 0; i < RM; ++i) E::mad(group, sums[i][j], left[i], right);
     }
   }
-  for (int j = 0; j < RN; ++j) {
+  HAL_LOOP for (int j = 0; j < RN; ++j) {
     if (first + j * TN >= matrix.n) continue;
     const int column = first + j * TN + lane;
     const float scale = to.column_scales ? to.column_scales[column] : 1.0f, bias = to.bias ? to.bias[column] : 0.0f;
-    for (int i = 0; i < RM; ++i)
+    HAL_LOOP for (int i = 0; i < RM; ++i)
       E::each(group, sums[i][j], local, [&](int r, float sum) {
         const int at = row + i * TM + r;
         if (at < m) store_float(to.out, to.kind, static_cast<size_t>(at) * matrix.n + column, sum * scale + bias);
@@ -114,9 +114,8 @@ inline void narrow_rows(const bf16 *a, const NarrowMatrix &matrix, int m, const 
 
 } // namespace hal
 
-/// Sub-groups of a work-group.
-#define HAL_NARROW_GROUPS 4
-#define HAL_NARROW_WORDS (HAL_NARROW_GROUPS * (hal::ENGINE_WORDS ? hal::ENGINE_WORDS : 1))
+/// Of four sub-groups of a work-group.
+#define HAL_NARROW_WORDS (4 * (hal::ENGINE_WORDS ? hal::ENGINE_WORDS : 1))
 
 #define HAL_NARROW(NAME, RM, RN, BITS)                                                                                                   \
   HAL_KERNEL void NAME(const hal::bf16 *a, const uint32_t *words, const float *scales, const float *column_scales, const float *bias,    \
