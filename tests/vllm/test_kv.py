@@ -1,11 +1,13 @@
 """Our key/value pages under vLLM's scheduler: batches, prefix cache, chunks and preemption change nothing; numbers are our own cache's."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from vllm_engine import CARRIED, VOCABULARY, ask, carried_model, counter, elsewhere, engine, write_model
 
-from hal_core.errors import HalError
+from hal_core.errors import HalError, SettingError
 from hal_core.kv.scheme import parse_pair
 
 #: With the relative L2 error against our own cache of the same scheme. A code that rounds the other way, since the engine's products differ
@@ -133,6 +135,27 @@ def test_heads_of_a_size_that_vllm_does_not_serve_on_a_cpu(tmp_path, prompts):
 def test_what_cannot_be_served_is_an_error_before_anything_is(model, hal, options, words):
     with pytest.raises((HalError, ValueError), match=words), engine(model, hal=hal, **options):
         pytest.fail("the engine was made")
+
+
+def test_latent_caches_are_refused(tmp_path):
+    from transformers import DeepseekV2Config
+
+    DeepseekV2Config(
+        architectures=["DeepseekV2ForCausalLM"], vocab_size=VOCABULARY, hidden_size=128, intermediate_size=128, num_hidden_layers=1,
+        num_attention_heads=4, kv_lora_rank=64, q_lora_rank=None, qk_rope_head_dim=32, qk_nope_head_dim=32, v_head_dim=32,
+        n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, moe_intermediate_size=64, first_k_dense_replace=1,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    with pytest.raises(HalError, match="latent"), engine(tmp_path, hal={"kv_cache": "int8:token"}, load_format="dummy"):
+        pytest.fail("the engine was made")
+
+
+def test_on_another_device_the_setting_is_an_error(monkeypatch):
+    from hal_core.integrations.vllm import kv_request
+
+    monkeypatch.setattr(kv_request, "current_platform", SimpleNamespace(is_cpu=lambda: False, device_type="cuda"))
+    assert kv_request.cache_request(SimpleNamespace(additional_config={"hal": {"policy": "auto"}})) is None
+    with pytest.raises(SettingError, match="the device is cuda"):
+        kv_request.cache_request(SimpleNamespace(additional_config={"hal": {"kv_cache": "fp8"}}))
 
 
 def test_a_window_reaches_the_pages(tmp_path, prompts):

@@ -20,6 +20,7 @@ from hal_core.errors import FormatError
 from hal_core.integrations.vllm.complete import check_plain_parameters
 from hal_core.integrations.vllm.experts import HalExpertsMethod
 from hal_core.integrations.vllm.held import serving_key
+from hal_core.integrations.vllm.kv_request import cache_request
 from hal_core.integrations.vllm.linear import HalLinearMethod
 from hal_core.integrations.vllm.options import HalOptions
 from hal_core.integrations.vllm.served import ServedCheckpoint, fused_parts
@@ -104,6 +105,7 @@ class HalConfig(QuantizationConfig):
         if self.served is None:
             config = get_current_vllm_config()
             self.options = HalOptions.of(config.additional_config)
+            cache_request(config)  # where it cannot be served, no attention of ours would be asked
             assert self.path is not None  # vLLM tells it before it builds a model
             dtype, rename = dtype_word(config.model_config.dtype), None if self._mapper is None else self._mapper.map_name
             self.served = ServedCheckpoint(open_checkpoint(self.path), dtype, self.options.numerics, rename)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
+from vllm.platforms import current_platform
+
 from hal_core.api import open_checkpoint
+from hal_core.errors import SettingError
 from hal_core.integrations.vllm.kv import CacheRequest
 from hal_core.integrations.vllm.options import HalOptions
 
@@ -26,7 +29,11 @@ def cache_request(config: VllmConfig) -> CacheRequest | None:
         SettingError, ValueDecodeError, PolicyError: not a setting that can be served.
     """
     options = HalOptions.of(config.additional_config)
-    return None if options.kv_cache is None else CacheRequest.parse(options.kv_cache, options.chosen_policy)
+    if options.kv_cache is None:
+        return None
+    if not current_platform.is_cpu():
+        raise SettingError(f"kv_cache {options.kv_cache}", f"the device is {current_platform.device_type}", "only a CPU has our pages yet")
+    return CacheRequest.parse(options.kv_cache, options.chosen_policy)
 
 
 def cache_params(config: VllmConfig) -> Mapping[int, KVParams]:
