@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from hal_core.spec import MoESpec
 
-__all__ = ["FixedBuffers", "check_out", "check_routing", "check_rows", "rounded_scales"]
+__all__ = ["FixedBuffers", "check_out", "check_routing", "check_routing_form", "check_rows", "rounded_scales"]
 
 #: Half a unit in the last place of a normal number.
 _ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
@@ -70,7 +70,13 @@ def check_out(asked: str, out: Tensor | None, shape: tuple[int, ...], dtype: tor
 
 
 def check_routing(asked: str, spec: MoESpec, x: Any, routing: Any, expert_map: Tensor | None) -> Routed:
-    """The routing with contiguous int32 ids; raises where shapes, dtypes or devices do not agree.
+    """The routing with contiguous int32 ids and float32 weights; as :func:`check_routing_form`."""
+    routed = check_routing_form(asked, spec, x, routing, expert_map)
+    return Routed(routed.topk_ids.to(torch.int32).contiguous(), routed.topk_weights.float().contiguous())
+
+
+def check_routing_form(asked: str, spec: MoESpec, x: Any, routing: Any, expert_map: Tensor | None) -> Routed:
+    """The routing as it was given; raises where shapes, dtypes or devices do not agree.
 
     Ids themselves are on the device: those out of range are left out by the steps.
     """
@@ -85,12 +91,14 @@ def check_routing(asked: str, spec: MoESpec, x: Any, routing: Any, expert_map: T
         raise ShapeError(f"{asked} routing", f"topk_ids {ids.dtype}, topk_weights {weights.dtype}", "give int32 ids and float32 weights")
     if ids.device != x.device or weights.device != x.device:
         raise ShapeError(f"{asked} routing", f"on {ids.device} and {weights.device}, x on {x.device}", "keep all on one device")
+    if expert_map is not None and (expert_map.dtype not in {torch.int32, torch.int64} or expert_map.device != x.device):
+        raise ShapeError(f"{asked} expert_map", f"{expert_map.dtype} on {expert_map.device}", f"give int32 local ids on {x.device}")
     if (expert_map is not None) != spec.expert_map or (expert_map is not None and tuple(expert_map.shape) != (spec.num_experts,)):
         found = "missing" if expert_map is None else f"shape {list(expert_map.shape)}"
         raise ShapeError(f"{asked} expert_map", found, f"the spec says expert_map={spec.expert_map} for {spec.num_experts} experts")
     if expert_map is None and spec.local != spec.num_experts:
         raise ShapeError(asked, f"{spec.local} of {spec.num_experts} experts without an expert_map", "give the map of local ids")
-    return Routed(ids.to(torch.int32).contiguous(), weights.float().contiguous())
+    return routing
 
 
 def rounded_scales(asked: str, scales: Tensor, dtype: str) -> Tensor:

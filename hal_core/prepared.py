@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from hal_core.dtypes import torch_dtype
-from hal_core.errors import ShapeError
-from hal_core.ops import MoEExperts, QuantLinear, Routed
-from hal_core.weight_checks import check_linear_weights, check_moe_weights, check_same_kind, kinds_of, refuse_gradients
+from hal_core.op_parts import check_out, check_routing_form, check_rows
+from hal_core.ops import MoEExperts, QuantLinear
+from hal_core.weight_checks import check_linear_weights, check_moe_weights, check_same_kind, kinds_of
 
 if TYPE_CHECKING:
     from hal_core.canonical import QuantizedTensor
@@ -19,24 +19,6 @@ if TYPE_CHECKING:
     from hal_core.spec import LinearSpec, MoESpec
 
 __all__ = ["PreparedExperts", "PreparedLinear"]
-
-
-def _rows(asked: str, x: Any, k: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if not isinstance(x, Tensor):
-        raise ShapeError(f"{asked} input", f"a {type(x).__name__}", "this kernel takes unquantized activations")
-    if x.dim() < 1 or x.shape[-1] != k or x.dtype != dtype or x.device != device:
-        raise ShapeError(f"{asked} input", f"{x.dtype} {list(x.shape)} on {x.device}", f"give {dtype} [.., {k}] on {device}")
-    refuse_gradients(asked, x)
-    return x.reshape(-1, k).contiguous()
-
-
-def _room(asked: str, out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    if out is None:
-        return torch.empty(shape, dtype=dtype, device=device)
-    if tuple(out.shape) != shape or out.dtype != dtype or out.device != device or not out.is_contiguous():
-        found = f"{out.dtype} {list(out.shape)} on {out.device}{'' if out.is_contiguous() else ', not contiguous'}"
-        raise ShapeError(f"{asked} out", found, f"give contiguous {dtype} {list(shape)} on {device}")
-    return out
 
 
 class _Prepared(nn.Module):
@@ -86,12 +68,12 @@ class PreparedLinear(_Prepared, QuantLinear):
 
     def checked(self, x: Any) -> tuple[Tensor, tuple[int, ...]]:
         """``x`` as contiguous rows, and the shape of the result; raises where it is not of the spec's width and dtype, or elsewhere."""
-        rows = _rows(self.asked, x, self.spec.k, self.dtype, self.device)
+        rows = check_rows(self.asked, x, self.spec.k, self.dtype, self.device)
         return rows, (*x.shape[:-1], self.spec.n)
 
     def room(self, out: Tensor | None, shape: tuple[int, ...]) -> Tensor:
         """``out``, or new memory; raises where it does not fit."""
-        return _room(self.asked, out, shape, self.output, self.device)
+        return check_out(self.asked, out, shape, self.output, self.device)
 
     def update(self, weights: LinearWeights) -> None:
         check_linear_weights(self.spec, weights)
@@ -116,35 +98,16 @@ class PreparedExperts(_Prepared, MoEExperts):
 
     def checked(self, x: Any) -> Tensor:
         """``x`` as contiguous rows; raises where it is not of the spec's width and dtype, or elsewhere."""
-        return _rows(self.asked, x, self.spec.hidden, self.dtype, self.device)
+        return check_rows(self.asked, x, self.spec.hidden, self.dtype, self.device)
 
     def room(self, out: Tensor | None, shape: tuple[int, ...]) -> Tensor:
         """``out``, or new memory; raises where it does not fit."""
-        return _room(self.asked, out, shape, self.output, self.device)
+        return check_out(self.asked, out, shape, self.output, self.device)
 
     def routing(self, routing: Any, x: Any, expert_map: Tensor | None) -> tuple[Tensor, Tensor]:
         """Contiguous ids and weights; raises where shapes, dtypes or devices do not agree. What ids are is seen on the device."""
-        s = self.spec
-        if not isinstance(routing, Routed) or not isinstance(x, Tensor):
-            found = f"{type(x).__name__} with {type(routing).__name__}"
-            raise ShapeError(self.asked, found, "give a tensor and Routed(topk_ids, topk_weights)")
-        ids, weights = routing.topk_ids, routing.topk_weights
-        if x.dim() != 2 or tuple(ids.shape) != (x.shape[0], s.top_k) or ids.shape != weights.shape:
-            found = f"x {list(x.shape)}, topk_ids {list(ids.shape)}, topk_weights {list(weights.shape)}"
-            raise ShapeError("experts input", found, f"give x [T, {s.hidden}], ids and weights [T, {s.top_k}]")
-        if ids.dtype not in (torch.int32, torch.int64) or not weights.is_floating_point():
-            raise ShapeError("experts routing", f"topk_ids {ids.dtype}, topk_weights {weights.dtype}", "give int32 ids and float32 weights")
-        if (expert_map is not None) != s.expert_map or (expert_map is not None and tuple(expert_map.shape) != (s.num_experts,)):
-            found = "missing" if expert_map is None else f"shape {list(expert_map.shape)}"
-            raise ShapeError("experts expert_map", found, f"the spec says expert_map={s.expert_map} for {s.num_experts} experts")
-        if expert_map is not None and expert_map.dtype not in (torch.int32, torch.int64):
-            raise ShapeError("experts expert_map", f"{expert_map.dtype}", "give int32 local ids")
-        if expert_map is None and s.local != s.num_experts:
-            raise ShapeError("experts", f"{s.local} of {s.num_experts} experts without an expert_map", "give the map of local ids")
-        places = {t.device for t in (ids, weights, *(() if expert_map is None else (expert_map,)))}
-        if places != {self.device}:
-            raise ShapeError("experts routing", f"on {', '.join(map(str, places))}", f"keep all on {self.device}")
-        return ids.contiguous(), weights.contiguous()
+        routed = check_routing_form(self.asked, self.spec, x, routing, expert_map)
+        return routed.topk_ids.contiguous(), routed.topk_weights.contiguous()
 
     def workspace_size(self, max_tokens: int) -> int:
         return 0  # scratch comes from torch's allocator, which captured graphs keep

@@ -27,11 +27,19 @@
 #include <sycl/ext/oneapi/matrix/matrix.hpp>
 #endif
 
-// Registers are addressed by constants, so loops over tiles are unrolled; emulated they would be copies of much code.
+// Registers are addressed by constants, so loops over tiles (HAL_LOOP) are unrolled where these are registers, and loops over the parts
+// of one (HAL_PART) where the parts are; elsewhere they would be copies of much code.
+#define HAL_ROLLED _Pragma("clang loop unroll(disable)")
+#define HAL_UNROLLED _Pragma("unroll")
 #if HAL_ENGINE == HAL_EMULATION
-#define HAL_LOOP _Pragma("clang loop unroll(disable)")
+#define HAL_LOOP HAL_ROLLED
 #else
-#define HAL_LOOP _Pragma("unroll")
+#define HAL_LOOP HAL_UNROLLED
+#endif
+#if HAL_ENGINE == HAL_DPAS
+#define HAL_PART HAL_UNROLLED
+#else
+#define HAL_PART HAL_ROLLED
 #endif
 
 namespace hal {
@@ -69,7 +77,7 @@ template <typename T> struct Engine {
   template <typename F> static void make_b(sycl::sub_group group, B &b, uint32_t *local, F word) {
     const int lane = group.get_local_linear_id();
     sycl::group_barrier(group); // what was made before has been loaded
-    HAL_LOOP for (int j = 0; j < B_ROWS; ++j) local[j * TN + lane] = word(j);
+    HAL_PART for (int j = 0; j < B_ROWS; ++j) local[j * TN + lane] = word(j);
     sycl::group_barrier(group);
     mx::joint_matrix_load(group, b, in<sycl::access::address_space::local_space>(reinterpret_cast<T *>(local)), TN * PACK);
   }
@@ -81,7 +89,7 @@ template <typename T> struct Engine {
     sycl::group_barrier(group);
     mx::joint_matrix_store(group, c, in<sycl::access::address_space::local_space>(sums), TN, mx::layout::row_major);
     sycl::group_barrier(group);
-    HAL_LOOP for (int i = 0; i < TM; ++i) f(i, sums[i * TN + lane]);
+    HAL_PART for (int i = 0; i < TM; ++i) f(i, sums[i * TN + lane]);
   }
 };
 
@@ -145,28 +153,28 @@ template <typename T> struct Engine {
   static void zero(sycl::sub_group, C &c) { c = Acc(0); }
   static void load_a(sycl::sub_group group, A &a, const T *from, size_t pitch) {
     const int lane = group.get_local_linear_id();
-    HAL_LOOP for (int i = 0; i < TM; ++i) a[i] = reinterpret_cast<const Lane *>(from + i * pitch)[lane];
+    HAL_PART for (int i = 0; i < TM; ++i) a[i] = reinterpret_cast<const Lane *>(from + i * pitch)[lane];
   }
   static void load_b(sycl::sub_group group, B &b, const uint32_t *from, size_t pitch) {
     const int lane = group.get_local_linear_id();
-    HAL_LOOP for (int j = 0; j < B_ROWS; ++j) b[j] = static_cast<int>(from[j * pitch + lane]);
+    HAL_PART for (int j = 0; j < B_ROWS; ++j) b[j] = static_cast<int>(from[j * pitch + lane]);
   }
   template <typename F> static void make_b(sycl::sub_group, B &b, uint32_t *, F word) {
-    HAL_LOOP for (int j = 0; j < B_ROWS; ++j) b[j] = static_cast<int>(word(j));
+    HAL_PART for (int j = 0; j < B_ROWS; ++j) b[j] = static_cast<int>(word(j));
   }
   static void mad(sycl::sub_group group, C &c, const A &a, const B &b) {
 #if HAL_ENGINE == HAL_DPAS && defined(__SYCL_DEVICE_ONLY__)
     c = dpas(a, b, c, T{});
 #else
-    HAL_LOOP for (int i = 0; i < TM; ++i) {
+    HAL_PART for (int i = 0; i < TM; ++i) {
       Acc sum = c[i];
-      HAL_LOOP for (int d = 0; d < B_ROWS; ++d) sum = dot(word_of_row(group, a[i], d), b[d], sum, T{});
+      HAL_PART for (int d = 0; d < B_ROWS; ++d) sum = dot(word_of_row(group, a[i], d), b[d], sum, T{});
       c[i] = sum;
     }
 #endif
   }
   template <typename F> static void each(sycl::sub_group, C &c, uint32_t *, F f) {
-    HAL_LOOP for (int i = 0; i < TM; ++i) f(i, static_cast<Acc>(c[i]));
+    HAL_PART for (int i = 0; i < TM; ++i) f(i, static_cast<Acc>(c[i]));
   }
 };
 

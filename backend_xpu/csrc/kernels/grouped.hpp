@@ -46,6 +46,9 @@ template <typename F> inline void over_tiles(const int *offsets, int experts, in
   while (tiles.next()) each(tiles);
 }
 
+/// A column of which there are TN more: beyond the last ones a tile repeats them, without a branch that would take its sums out of registers.
+inline int within(int column, int n) { return column < n ? column : n - TN; }
+
 /// What becomes of the products of gate and up.
 struct Epilogue {
   const float *gate_bias, *up_bias;

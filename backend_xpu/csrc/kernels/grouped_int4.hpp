@@ -16,7 +16,7 @@ template <typename T> inline void widened_b(sycl::sub_group group, typename Engi
                                             size_t expert, int at, int column, int n, int k) {
   constexpr int WORDS = Engine<T>::K / 8;
   Eight4 eight[WORDS];
-  HAL_LOOP for (int i = 0; i < WORDS; ++i) eight[i] = Eight4(m, expert, at / 8 + i, column, n, k);
+  HAL_PART for (int i = 0; i < WORDS; ++i) eight[i] = Eight4(m, expert, at / 8 + i, column, n, k);
   Engine<T>::make_b(group, b, local, [&](int j) {
     const auto low = sycl::bit_cast<uint16_t>(narrowed<T>(eight[j / 4].weight(j % 4 * 2)));
     const auto high = sycl::bit_cast<uint16_t>(narrowed<T>(eight[j / 4].weight(j % 4 * 2 + 1)));
@@ -41,12 +41,12 @@ inline void int4_tile(sycl::sub_group group, const Tiles &tile, const T *a, cons
     typename E::A left[RM];
     HAL_LOOP for (int i = 0; i < RM; ++i) E::load_a(group, left[i], rows + static_cast<size_t>(i * TM) * k + at, k);
     HAL_LOOP for (int j = 0; j < RN; ++j) {
-      if (tile.column + j * TN >= n) continue;
+      const int column = within(tile.column + j * TN, n) + lane;
       typename E::B right;
-      widened_b<T>(group, right, local, up, tile.expert, at, tile.column + j * TN + lane, n, k);
+      widened_b<T>(group, right, local, up, tile.expert, at, column, n, k);
       HAL_LOOP for (int i = 0; i < RM; ++i) E::mad(group, sums[i][j], left[i], right);
       if constexpr (GATED) {
-        widened_b<T>(group, right, local, gate, tile.expert, at, tile.column + j * TN + lane, n, k);
+        widened_b<T>(group, right, local, gate, tile.expert, at, column, n, k);
         HAL_LOOP for (int i = 0; i < RM; ++i) E::mad(group, gates[i][j], left[i], right);
       }
     }

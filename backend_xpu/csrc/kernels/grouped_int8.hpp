@@ -27,8 +27,7 @@ inline void int8_tile(sycl::sub_group group, const Tiles &tile, const signed cha
     typename E::A left[RM];
     HAL_LOOP for (int i = 0; i < RM; ++i) E::load_a(group, left[i], rows + static_cast<size_t>(i * TM) * k + at, k);
     HAL_LOOP for (int j = 0; j < RN; ++j) {
-      const int column = tile.column + j * TN;
-      if (column >= n) continue;
+      const int column = within(tile.column + j * TN, n);
       const size_t from = matrix + static_cast<size_t>(at / 4) * n + column;
       typename E::B right;
       E::load_b(group, right, up.words + from, n);
