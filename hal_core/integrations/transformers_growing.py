@@ -16,7 +16,7 @@ __all__ = ["cache_argument", "growing_cache"]
 _STEP = 256
 
 
-class _GrowingLayer(DynamicLayer):
+class _GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     """A layer whose keys and values are the front of a larger buffer.
 
     Everything else that transformers does to a layer (crop, reorder, repeat) replaces ``keys`` and ``values``. What is found there and is
@@ -30,10 +30,10 @@ class _GrowingLayer(DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """All keys and values, ``[B, H, tokens, D]``, views of the buffers."""
         if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)  # type: ignore[no-untyped-call]
+            self.lazy_initialization(key_states, value_states)
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
-            return super().update(key_states, value_states)  # type: ignore[no-untyped-call,no-any-return]
-        held = self.get_seq_length()  # type: ignore[no-untyped-call]
+            return super().update(key_states, value_states)
+        held = self.get_seq_length()
         keys, values = self._room(key_states, value_states, held)
         count = key_states.shape[-2]
         keys.narrow(-2, held, count).copy_(key_states)
@@ -50,19 +50,22 @@ class _GrowingLayer(DynamicLayer):
         room = -(-max(wanted, held + held // 2) // _STEP) * _STEP
         made = tuple(new.new_empty((*new.shape[:-2], room, new.shape[-1])) for new in (key_states, value_states))
         for buffer, old in zip(made, (self.keys, self.values), strict=True):
-            if held:
+            if held and old is not None:
                 buffer.narrow(-2, 0, held).copy_(old)
         self._buffers = made[0], made[1]
         return self._buffers
 
     def _is_front(self, buffers: tuple[Tensor, Tensor]) -> bool:
         return all(
-            held.data_ptr() == buffer.data_ptr() and held.stride() == buffer.stride() and held.shape[:-2] == buffer.shape[:-2]
+            held is not None
+            and held.data_ptr() == buffer.data_ptr()
+            and held.stride() == buffer.stride()
+            and held.shape[:-2] == buffer.shape[:-2]
             for held, buffer in zip((self.keys, self.values), buffers, strict=True)
         )
 
     def reset(self) -> None:
-        super().reset()  # type: ignore[no-untyped-call]
+        super().reset()
         self._buffers = None
 
 
@@ -82,6 +85,6 @@ def growing_cache(model: Any) -> DynamicCache | None:
     """
     if not model._supports_default_dynamic_cache() or model.config.is_encoder_decoder or model.generation_config.cache_implementation:
         return None
-    cache = DynamicCache(config=model.config)  # type: ignore[no-untyped-call]
+    cache = DynamicCache(config=model.config)
     cache.layers = [_GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
