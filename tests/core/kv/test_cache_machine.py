@@ -237,7 +237,7 @@ class Life(RuleBasedStateMachine):
 
 
 #: Lives of each scheme: some at every change, many before a release.
-EXAMPLES = (8, pytest.param(80, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]))
+EXAMPLES = (8, pytest.param(40, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]))
 
 
 def live(life, examples):
