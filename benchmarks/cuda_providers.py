@@ -36,7 +36,6 @@ from hal_core.reference.moe import ReferenceMoE
 from hal_core.schemes import ActivationScheme, Granularity, WeightScheme
 from hal_core.spec import Activation, KVCacheSpec, LinearSpec, MoESpec
 from hal_core.testing.data import random_input, random_weight, to_device
-from hal_core.triton import launch
 
 BY_NAME = {kernel.name: kernel for kernel in KERNELS}
 DEVICE = torch.device("cuda", 0)
@@ -239,29 +238,19 @@ class Sorted:
         return {f"{name}_us": graphed([call] * 4) for name, call in calls.items()}
 
 
-def in_turn_us(calls):
-    """The same with each launch after the end of the one before, as on devices that cannot overlap them."""
-    launch.OVERLAP = False
-    try:
-        return graphed(calls)
-    finally:
-        launch.OVERLAP = True
-
-
 def experts_of(tokens, ops, rate):
     """The whole op beside its bare products; the target is theirs and 9 us, or 8 us and the bytes of what lies between."""
     x = (torch.randn(tokens, 2048, device=DEVICE) * 0.3).bfloat16()
     out, routes = torch.empty_like(x), routings(tokens, 4)
     pairs = [(ops[i % 2], route) for i, route in enumerate(routes)]
-    calls = [functools.partial(op.apply, x, route, out=out) for op, route in pairs]
-    whole, in_turn = graphed(calls), in_turn_us(calls)
+    whole = graphed([functools.partial(op.apply, x, route, out=out) for op, route in pairs])
     ready = [Sorted(op, route, x) for op, route in pairs]
     bare = graphed([each.both for each in ready])
     moved = 2 * tokens * (8 * (1536 + 768 + 2048) + 2048)
     allowed = bare + (9 if tokens <= 64 else 8 + moved / (0.75 * rate * 1e3))
     call = walled(functools.partial(ops[0].apply, x, routes[0], out=out), 100)
     record("experts", recipe=ops[0].recipe.name, m=tokens, whole_us=whole, bare_us=bare, added_us=whole - bare, allowed_us=allowed,
-           met=whole <= allowed, in_turn_us=in_turn, call_us=call, **ready[0].steps())  # fmt: skip
+           met=whole <= allowed, call_us=call, **ready[0].steps())  # fmt: skip
 
 
 def experts(name="w4a16"):

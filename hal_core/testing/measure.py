@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hal_core.kernel import Kernel
     from hal_core.spec import Spec
 
-__all__ = ["USUAL", "RoundedRuler", "Ruler", "allowed", "allowed_rounded", "same_bits"]
+__all__ = ["USUAL", "RoundedRuler", "Ruler", "allowed", "allowed_rounded", "roundings", "same_bits"]
 
 #: Largest relative L2 error of a kernel that rounds to this type and is otherwise exact. Int8 activations of one scale a token
 #: cost about 1e-2 where they have no outliers, and more where they have: a kernel that quantizes in silence is over each of these.
@@ -38,15 +38,18 @@ def allowed(kernel: Kernel[Any], spec: Spec) -> float:
     n = kernel.computes(spec)
     if n.activations or n.weights != "as_stored":
         return kernel.error_bound
-    # a declared operand is rounded before each product, and experts have two in a row
-    times = 2 if n.operand != "own" and hasattr(spec, "intermediate") else 1
-    return min(kernel.error_bound, times * _EXACT[_coarsest(kernel, spec)])
+    return min(kernel.error_bound, roundings(kernel, spec) * _EXACT[_coarsest(kernel, spec)])
+
+
+def roundings(kernel: Kernel[Any], spec: Spec) -> int:
+    """How often a row is rounded: a declared operand is before each product, and experts have two in a row."""
+    return 2 if kernel.computes(spec).operand != "own" and hasattr(spec, "intermediate") else 1
 
 
 def allowed_rounded(kernel: Kernel[Any], spec: Spec) -> float:
     """The bound of most rows against a truth that quantizes activations as the kernel says it does."""
     coarse = any(a.dtype.startswith("fp8") for a in kernel.numerics.activations)
-    return max(_EXACT[_coarsest(kernel, spec)], _FP8_STEPS if coarse else 0.0)
+    return max(roundings(kernel, spec) * _EXACT[_coarsest(kernel, spec)], _FP8_STEPS if coarse else 0.0)
 
 
 def _coarsest(kernel: Kernel[Any], spec: Spec) -> str:
@@ -95,14 +98,21 @@ class Ruler:
 
 
 class RoundedRuler(Ruler):
-    """Against a truth that quantizes activations: most rows are within the bound, and the others within a step of a code."""
+    """Against a truth that quantizes activations: most rows are within the bound, and the others within a step of a code.
+
+    times: how often a row is rounded.
+    """
+
+    def __init__(self, truth: Tensor, bound: float, times: int = 1) -> None:
+        super().__init__(truth, bound)
+        self._most = _ROW * _ONE_STEP * times
 
     def _compare(self, y: Tensor, truth: Tensor, what: str) -> None:
         row = (y - truth).norm(dim=1) / truth.norm(dim=1).clamp(min=self._floor)
         middle, worst = float(row.median()), int(row.argmax())
-        if float(row[worst]) > _ROW * _ONE_STEP:
+        if float(row[worst]) > self._most:
             found = f"row {worst} of {len(y)} is off by {float(row[worst]):.3g}"
-            raise CheckFailedError(f"{what}: {found}, allowed {_ROW * _ONE_STEP:.3g}")
+            raise CheckFailedError(f"{what}: {found}, allowed {self._most:.3g}")
         if len(y) >= _MOST and middle > self.bound:
             raise CheckFailedError(f"{what}: half of {len(y)} rows are off by {middle:.3g} or more, allowed {self.bound:.3g}")
 

@@ -42,8 +42,12 @@ _MOE: dict[str, tuple[tuple[float, Tile, Tile], ...]] = {
     "sm_90": (
         (10, Tile(16, 64, 4, 3), Tile(16, 128, 4, 3)),
         (24, Tile(32, 128, 4, 3), Tile(32, 64, 4, 3)),
-        (128, Tile(64, 64, 4, 4), Tile(32, 128, 4, 3, weights=True)),
-        (math.inf, Tile(64, 64, 4, 4), Tile(128, 128, 4, 3, weights=True)),
+        (40, Tile(32, 64, 4, 4), Tile(32, 64, 4, 4)),
+        (52, Tile(64, 64, 4, 4), Tile(32, 128, 4, 3, weights=True)),
+        (76, Tile(64, 128, 8, 3, extra=16), Tile(64, 64, 4, 3, extra=16)),
+        (100, Tile(64, 64, 4, 4), Tile(32, 128, 4, 3, weights=True)),
+        (160, Tile(64, 64, 4, 4), Tile(128, 128, 4, 3, weights=True)),
+        (math.inf, Tile(128, 128, 8, 4, weights=True), Tile(128, 128, 4, 3, weights=True)),
     ),
     "gfx": (
         (12, Tile(16, 64, 4, 2), Tile(16, 64, 4, 2)),

@@ -3,15 +3,7 @@
 import triton
 import triton.language as tl
 
-__all__ = ["activated", "finish", "follow", "local_expert", "more_rows", "tile_rows"]
-
-
-@triton.jit
-def follow(PDL: tl.constexpr):
-    """First in a kernel: where its launch did not wait for the kernel before, wait here; the one after may be launched meanwhile."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+__all__ = ["activated", "finish", "local_expert", "more_rows", "tile_rows"]
 
 
 @triton.jit

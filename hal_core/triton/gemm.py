@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from hal_core.triton.codes import centred, unpacked
-from hal_core.triton.epilogue import finish, follow, more_rows, tile_rows
+from hal_core.triton.epilogue import finish, more_rows, tile_rows
 
 __all__ = ["integer_gemm"]
 
@@ -76,7 +76,6 @@ def integer_gemm(
     BITS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, GATED: tl.constexpr, PERM: tl.constexpr, BIAS: tl.constexpr,
     KIND: tl.constexpr, LIMIT: tl.constexpr, ROUTER: tl.constexpr, ROUTE: tl.constexpr, HAS_MAP: tl.constexpr, EVEN_K: tl.constexpr,
     BM: tl.constexpr, EXTRA: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr, SUB: tl.constexpr, WEIGHTS: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
     """Tile ``[BM + EXTRA rows, BN outputs]`` of ``y [slots, N]``; with SPLIT > 1 of float32 parts ``[SPLIT, slots, N]``.
 
@@ -84,7 +83,6 @@ def integer_gemm(
     that gets a few rows more than BM needs no second tile. Weights, scales: see ``layout``. Router weights multiply the products
     ("input": before the bias) or the result ("output").
     """
-    follow(PDL)
     PLANES: tl.constexpr = 16 // BITS
     STEP: tl.constexpr = 32 * PLANES
     # planes of one product: all of a step, unless scales change inside it

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from hal_core.triton.epilogue import finish, follow, tile_rows
+from hal_core.triton.epilogue import finish, tile_rows
 
 __all__ = ["float_gemm"]
 
@@ -29,7 +29,7 @@ def float_gemm(
     SCALES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, X_GROUP: tl.constexpr,
     GATED: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr, ROUTER: tl.constexpr,
     ROUTE: tl.constexpr, HAS_MAP: tl.constexpr, EVEN_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    SPLIT: tl.constexpr, SUB: tl.constexpr, PDL: tl.constexpr,
+    SPLIT: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
     """Tile ``[BM rows, BN outputs]`` of ``y [slots, N]``; with SPLIT > 1 of float32 parts ``[SPLIT, slots, N]``.
 
@@ -37,7 +37,6 @@ def float_gemm(
     scale of x for every X_GROUP columns, ``xs [rows, ceil(K/X_GROUP)]``, where BK divides both; "row": weight scales ``[experts, N]``,
     one scale a row of x.
     """
-    follow(PDL)
     num_n = tl.cdiv(N, BN)
     pid = tl.program_id(0)
     if ROUTE == "plain":

@@ -25,15 +25,12 @@ __all__ = [
     "weighted_sum", "widened",
 ]  # fmt: skip
 
-#: Launches overlap where the device can; a benchmark turns it off.
-OVERLAP = True
 #: Slots that one program sorts, and slots of one program when there are more.
 _FEW, _CHUNK = 1024, 256
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], values: dict[str, Any], warps: int, stages: int) -> None:
-    options = {"launch_pdl": True} if values.get("PDL") else {}
-    kernel[grid](**values, num_warps=warps, num_stages=stages, **options)
+    kernel[grid](**values, num_warps=warps, num_stages=stages)
 
 
 #: Replaced by tests that only compile.
@@ -48,12 +45,6 @@ def arch_of(device: torch.device) -> str:
     properties = torch.cuda.get_device_properties(device)
     name = getattr(properties, "gcnArchName", "") if torch.version.hip else ""
     return name.partition(":")[0] or f"sm_{properties.major}{properties.minor}"
-
-
-def overlaps(device: torch.device) -> bool:
-    """Whether a launch may come before the end of the kernel before it, which the new one then waits for itself."""
-    arch = arch_of(device)
-    return OVERLAP and arch.startswith("sm_") and int(arch[3:]) >= 90
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,6 +135,7 @@ class Route:
 
     def sub(self, tile: Tile) -> int:
         """Tiles of a product that one tile of the sort falls into."""
+        assert self.kind != "sorted" or self.bm % tile.rows == 0  # what the tables hold
         return self.bm // tile.rows if self.kind == "sorted" else 1
 
 
@@ -194,14 +186,17 @@ def sort_slots(
     ids: Tensor, expert_map: Tensor | None, num_experts: int, experts: int, bm: int, places: int, flag: Tensor, scratch: Tensor,
     placed: bool = False,
 ) -> Sorted:  # fmt: skip
-    """Slots of ``ids [T, k]`` by local expert, in at most ``places`` places, a multiple of ``bm``; one launch, or two for many slots."""
+    """Slots of ``ids [T, k]`` by local expert, in at most ``places`` places, a multiple of ``bm``; one launch, or two for many slots.
+
+    placed: see :class:`Sorted`.
+    """
     numel, lanes, top_k = ids.numel(), _lanes(experts), ids.shape[-1]
     many = numel > _FEW
     sizes = (places, places // bm, 1, numel if placed else 0, lanes if placed else 0, lanes if many else 0, numel if many else 0)
     slots, tile_expert, total, at, ends, starts, ranks = _rooms(ids.device, sizes)
     shared: dict[str, Any] = {
         "ids_ptr": ids, "map_ptr": ids if expert_map is None else expert_map, "numel": numel, "num_experts": num_experts,
-        "experts": experts, "HAS_MAP": expert_map is not None, "slots_ptr": slots, "PLACES": placed, "PDL": overlaps(ids.device),
+        "experts": experts, "HAS_MAP": expert_map is not None, "slots_ptr": slots, "PLACES": placed,
     }  # fmt: skip
     laid = {
         "flag_ptr": flag, "top_k": top_k, "scratch_ptr": scratch, "tile_expert_ptr": tile_expert, "total_ptr": total,
@@ -226,7 +221,6 @@ def spread_slots(ids: Tensor, expert_map: Tensor | None, num_experts: int, exper
         "ids_ptr": ids, "map_ptr": ids if expert_map is None else expert_map, "flag_ptr": flag, "slots_ptr": slots,
         "tile_expert_ptr": tile_expert, "total_ptr": total, "numel": numel, "num_experts": num_experts, "experts": experts, "top_k": top_k,
         "HAS_MAP": expert_map is not None, "P": 1 << (numel - 1).bit_length(), "BM": bm, "BM2": 1 << (bm - 1).bit_length(),
-        "PDL": overlaps(ids.device),
     }  # fmt: skip
     run(routing.direct_slots, (1,), values, 4, 1)
     return Sorted(slots, tile_expert, total)
@@ -250,7 +244,7 @@ def _route_values(route: Route, tile: Tile, x_div: int) -> dict[str, Any]:
     return {
         **dict(zip(names, route.tensors, strict=True)), "rows": route.rows, "num_experts": route.num_experts, "experts": route.experts,
         "x_div": x_div, "ROUTE": route.kind, "HAS_MAP": route.has_map, "BM": tile.bm, "BN": tile.bn, "SPLIT": tile.split,
-        "SUB": route.sub(tile), "PDL": overlaps(route.tensors[0].device), **dict(tile.options),
+        "SUB": route.sub(tile), **dict(tile.options),
     }  # fmt: skip
 
 
@@ -328,7 +322,7 @@ def sum_slots(
         "y_ptr": y, "out_ptr": out, "ids_ptr": ids, "map_ptr": mapping, "b_ptr": y if bias is None else bias,
         "flag_ptr": y if flag is None else flag, "rows": rows, "H": h, "part_stride": route.rows * h, "num_experts": route.num_experts,
         "experts": route.experts, "scaling": scaling, "TOP_K": route.rows // rows, "PARTS": parts, "ROUTED": route.kind != "plain",
-        "HAS_MAP": route.has_map, "BIAS": bias is not None, "FLAG": flag is not None, "BH": width, "PDL": overlaps(y.device),
+        "HAS_MAP": route.has_map, "BIAS": bias is not None, "FLAG": flag is not None, "BH": width,
     }  # fmt: skip
     run(routing.slot_sum, (rows, -(-h // width)), values, 4, 1)
 
@@ -347,7 +341,7 @@ def weighted_sum(
         "y_ptr": y, "out_ptr": out, "ids_ptr": ids, "weights_ptr": weights, "H": width,
         "map_ptr": ids if expert_map is None else expert_map,
         "num_experts": num_experts, "experts": experts, "scaling": float(scaling), "TOP_K": top_k, "SUM": out.dim() == 2,
-        "HAS_MAP": expert_map is not None, "PLACES": placed, "BH": block, "PDL": overlaps(y.device),
+        "HAS_MAP": expert_map is not None, "PLACES": placed, "BH": block,
     }  # fmt: skip
     run(routing.weighted_sum, (tokens, -(-width // block)), values, max(1, block // 256), 1)
 
@@ -359,7 +353,7 @@ def activate(up: Tensor, gate: Tensor | None, out: Tensor, epilogue: Epilogue) -
     values = {
         "up_ptr": up, "gate_ptr": up if gate is None else gate, "out_ptr": out, "rows": rows, "width": width, "stride": up.stride(0),
         "alpha": float(epilogue.alpha), "limit": float(epilogue.limit or 0.0), "KIND": epilogue.kind, "GATED": gate is not None,
-        "LIMIT": epilogue.limit is not None, "BR": tall, "BI": wide, "PDL": overlaps(up.device),
+        "LIMIT": epilogue.limit is not None, "BR": tall, "BI": wide,
     }  # fmt: skip
     run(routing.activate_rows, (-(-rows // tall), -(-width // wide)), values, 1 if tall == 1 else 4, 1)
 
@@ -373,10 +367,15 @@ def flag_only(route: Route, flag: Tensor, top_k: int) -> None:
     run(routing.flag_slots, (-(-route.rows // _CHUNK),), values, 4, 1)
 
 
+def _scale_room(rows: int, groups: int, device: torch.device) -> Tensor:
+    """``[rows, groups]``, in memory of whole steps of 16 bytes, in which products read them."""
+    return torch.empty(-(-rows // 4) * 4, groups, dtype=torch.float32, device=device)[:rows]
+
+
 def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     """``x [rows, k]`` to int8 codes and float32 scales ``[rows]``, one a token."""
     rows, k = x.shape
-    codes, scales = torch.empty_like(x, dtype=torch.int8), torch.empty(rows, dtype=torch.float32, device=x.device)
+    codes, scales = torch.empty_like(x, dtype=torch.int8), _scale_room(rows, 1, x.device)[:, 0]
     if rows:
         width = min(4096, max(64, 1 << (k - 1).bit_length()))
         run(quantizers.int8_tokens, (rows,), {"x_ptr": x, "q_ptr": codes, "s_ptr": scales, "K": k, "BK": width}, 4, 1)
@@ -393,7 +392,7 @@ def quantize_fp8(x: Tensor, group: int | None, dtype: torch.dtype = torch.float8
     width = 1 << (k - 1).bit_length() if group is None else group
     groups = -(-k // width)
     codes = torch.empty_like(x, dtype=dtype)
-    scales = torch.empty(rows, groups, dtype=torch.float32, device=x.device)
+    scales = _scale_room(rows, groups, x.device)
     if rows:
         bm = max(1, min(16, 4096 // width))
         top = 224.0 if dtype == torch.float8_e4m3fnuz else 448.0

@@ -7,7 +7,7 @@ follows from shapes alone, so a graph captures it. An id out of range is skipped
 import triton
 import triton.language as tl
 
-from hal_core.triton.epilogue import activated, follow, local_expert
+from hal_core.triton.epilogue import activated, local_expert
 
 __all__ = [
     "activate_rows", "count_slots", "direct_slots", "flag_slots", "gather_rows", "scatter_slots", "slot_sum", "sort_slots", "weighted_sum",
@@ -33,10 +33,9 @@ def _experts_of(ids_ptr, map_ptr, flag_ptr, index, numel, num_experts, experts, 
 @triton.jit
 def direct_slots(
     ids_ptr, map_ptr, flag_ptr, slots_ptr, tile_expert_ptr, total_ptr, numel, num_experts, experts, top_k,
-    HAS_MAP: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, BM2: tl.constexpr, PDL: tl.constexpr,
+    HAS_MAP: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, BM2: tl.constexpr,
 ):  # fmt: skip
     """One tile for each slot, for so few that they hardly share experts; no counting, one program."""
-    follow(PDL)
     index = tl.arange(0, P)
     local = _experts_of(ids_ptr, map_ptr, flag_ptr, index, numel, num_experts, experts, top_k, HAS_MAP)
     inside = index < numel
@@ -79,13 +78,12 @@ def _tiles(
 def sort_slots(
     ids_ptr, map_ptr, flag_ptr, scratch_ptr, slots_ptr, tile_expert_ptr, total_ptr, places_ptr, ends_ptr,
     numel, num_experts, experts, top_k,
-    HAS_MAP: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, E: tl.constexpr, FILL: tl.constexpr, PLACES: tl.constexpr, PDL: tl.constexpr,
+    HAS_MAP: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, E: tl.constexpr, FILL: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """All in one program (``numel <= P``). ``scratch int32 [E + 1]`` is zero before and after.
 
     PLACES: also the place of each slot, -1 for those that go nowhere, and where each expert's places end.
     """
-    follow(PDL)
     index = tl.arange(0, P)
     local = _experts_of(ids_ptr, map_ptr, flag_ptr, index, numel, num_experts, experts, top_k, HAS_MAP)
     rank = tl.atomic_add(scratch_ptr + tl.maximum(local, 0), 1, mask=local >= 0)
@@ -101,10 +99,9 @@ def sort_slots(
 def count_slots(
     ids_ptr, map_ptr, flag_ptr, scratch_ptr, starts_ptr, ranks_ptr, slots_ptr, tile_expert_ptr, total_ptr, ends_ptr,
     numel, num_experts, experts, top_k,
-    HAS_MAP: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, E: tl.constexpr, FILL: tl.constexpr, PLACES: tl.constexpr, PDL: tl.constexpr,
+    HAS_MAP: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, E: tl.constexpr, FILL: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """Counts per expert and each slot's rank in it; the program that comes last lays out the tiles. Starts are the call's own."""
-    follow(PDL)
     index = tl.program_id(0) * P + tl.arange(0, P)
     local = _experts_of(ids_ptr, map_ptr, flag_ptr, index, numel, num_experts, experts, top_k, HAS_MAP)
     rank = tl.atomic_add(scratch_ptr + tl.maximum(local, 0), 1, mask=local >= 0)
@@ -119,10 +116,9 @@ def count_slots(
 @triton.jit
 def scatter_slots(
     ids_ptr, map_ptr, starts_ptr, ranks_ptr, slots_ptr, places_ptr, numel, num_experts, experts,
-    HAS_MAP: tl.constexpr, P: tl.constexpr, PLACES: tl.constexpr, PDL: tl.constexpr,
+    HAS_MAP: tl.constexpr, P: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """Each slot to its place."""
-    follow(PDL)
     index = tl.program_id(0) * P + tl.arange(0, P)
     ids = tl.load(ids_ptr + index, mask=index < numel, other=-1)
     local, _ = local_expert(ids, map_ptr, num_experts, experts, HAS_MAP)
@@ -144,13 +140,12 @@ def flag_slots(ids_ptr, map_ptr, flag_ptr, numel, num_experts, experts, top_k, H
 def slot_sum(
     y_ptr, out_ptr, ids_ptr, map_ptr, b_ptr, flag_ptr, rows, H, part_stride, num_experts, experts, scaling,
     TOP_K: tl.constexpr, PARTS: tl.constexpr, ROUTED: tl.constexpr, HAS_MAP: tl.constexpr, BIAS: tl.constexpr, FLAG: tl.constexpr,
-    BH: tl.constexpr, PDL: tl.constexpr,
+    BH: tl.constexpr,
 ):  # fmt: skip
     """``out [rows, H]`` = scaling * sum over slots and parts of ``y``, float32 in a fixed order, plus a bias ``[H]``.
 
     Slots without a local expert were never written and are left out. ``part_stride`` is the distance of two parts in elements.
     """
-    follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BH + tl.arange(0, BH)
     total = tl.zeros((BH,), tl.float32)
@@ -187,10 +182,9 @@ def gather_rows(x_ptr, out_ptr, slots_ptr, total_ptr, numel, H, top_k, BH: tl.co
 @triton.jit
 def activate_rows(
     up_ptr, gate_ptr, out_ptr, rows, width, stride, alpha, limit,
-    KIND: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, BR: tl.constexpr, BI: tl.constexpr, PDL: tl.constexpr,
+    KIND: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, BR: tl.constexpr, BI: tl.constexpr,
 ):  # fmt: skip
     """``out [rows, width]`` of up and gate, whose rows lie ``stride`` elements apart."""
-    follow(PDL)
     r = (tl.program_id(0) * BR + tl.arange(0, BR)).to(tl.int64)[:, None]
     i = (tl.program_id(1) * BI + tl.arange(0, BI))[None, :]
     mask = (r < rows) & (i < width)
@@ -203,13 +197,12 @@ def activate_rows(
 @triton.jit
 def weighted_sum(
     y_ptr, out_ptr, ids_ptr, weights_ptr, map_ptr, H, num_experts, experts, scaling,
-    TOP_K: tl.constexpr, SUM: tl.constexpr, HAS_MAP: tl.constexpr, PLACES: tl.constexpr, BH: tl.constexpr, PDL: tl.constexpr,
+    TOP_K: tl.constexpr, SUM: tl.constexpr, HAS_MAP: tl.constexpr, PLACES: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
     """A token's slots times their weights, float32 in a fixed order; summed to one row, or one row each.
 
     Row ``slot`` of ``y`` belongs to a slot; with PLACES ``ids`` holds each slot's row instead, -1 for none.
     """
-    follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BH + tl.arange(0, BH)
     total = tl.zeros((BH,), tl.float32)

@@ -66,9 +66,9 @@ def _injective(subject: Subject, op: Any, loss: float) -> Verdict:
 
 
 def _moved(tensor: Tensor, loss: float) -> Tensor:
-    """The last element changed by more than a declared transform may lose."""
+    """The last element changed by more than a declared transform may lose, and than its own type may."""
     changed = tensor.clone().contiguous()
-    changed.reshape(-1)[-1:] = (changed.reshape(-1)[-1:].float() * (1 + 4 * loss) + loss).to(tensor.dtype)
+    changed.reshape(-1)[-1:] = (changed.reshape(-1)[-1:].float() * (1.02 + 4 * loss) + loss).to(tensor.dtype)
     return changed
 
 

@@ -62,7 +62,6 @@ def test_it_compiles_and_keeps_to_registers(name, arch):
     if name == "append" and arch == 80:
         pytest.skip("sm_80 has no conversion to e4m3, and fp8 caches are refused there")
     kernel, values, warps = CASES[name]
-    values = {**values, "PDL": arch >= 90}
     found = compile_kernel(kernel, {n: values[n] for n in kernel.arg_names}, arch, warps, 3)
     used = found.resources()
     assert used["LOCAL"] == 0, used

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,6 +87,7 @@ class HummingExperts(MoEExperts):
         self.blocks = compile_experts(self.first, self.second)
         self.device = self.first.locks.device
         self.steps = fastest_steps(self.device, spec.local) if steps is None else steps
+        self._enrol()
 
     def _first(self, weights: MoEWeights) -> dict[str, Tensor]:
         matrices, biases = [weights.up], [weights.up_bias]
@@ -100,25 +103,38 @@ class HummingExperts(MoEExperts):
     def compute(
         self, x: Any, routing: Any, expert_map: Tensor | None, out: Tensor | None, workspace: Tensor | None, reduce: bool
     ) -> Tensor:
-        spec, steps = self.spec, self.steps
+        spec = self.spec
         routing = check_routing("humming experts", spec, x, routing, expert_map)
         rows = check_rows("humming experts", x, spec.hidden, self.dtype, self.device)
-        tokens, k = routing.topk_ids.shape
-        shape = (tokens, spec.hidden) if reduce else (tokens, k, spec.hidden)
+        if torch.compiler.is_compiling():
+            y = _EXPERTS(rows, routing.topk_ids, routing.topk_weights, expert_map, self.number, reduce)
+            return y if out is None else out.copy_(y)
+        shape = (rows.shape[0], spec.hidden) if reduce else (*routing.topk_ids.shape, spec.hidden)
         y = check_out("humming experts", out, shape, self.dtype, x.device)
-        if tokens == 0:
-            return y
-        route = Route(routing.topk_ids, routing.topk_weights, spec.num_experts, spec.local, expert_map)
-        count = tokens * k
+        if rows.shape[0]:
+            self.run(rows, Route(routing.topk_ids, routing.topk_weights, spec.num_experts, spec.local, expert_map), y)
+        return y
+
+    def run(self, rows: Tensor, route: Route, y: Tensor) -> None:
+        """``rows [T, H]``, checked, to ``y [T, H]``, or to ``[T, k, H]`` unreduced."""
+        spec, steps, count = self.spec, self.steps, route.ids.numel()
         order = steps.sort(route, self.blocks.block(count), self.blocks.capacity(count, spec.local))
         codes, scales = quantize_rows(self.recipe, rows)
         wide = torch.empty(count, self.wide, dtype=self.dtype, device=rows.device)
-        self._modules["first"].launch(codes, scales, wide, order, top_k=k)
+        self._modules["first"].launch(codes, scales, wide, order, top_k=spec.top_k)
         codes, scales = quantize_rows(self.recipe, steps.activate(wide, spec.activation, spec.gate is not None))
         slots = torch.empty(count, spec.hidden, dtype=self.dtype, device=rows.device)
         self._modules["second"].launch(codes, scales, slots, order)
         steps.reduce(slots, route, spec.routed_scaling, y)
-        return y
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._enrol()
+
+    def _enrol(self) -> None:
+        """A number of its own, by which a compiled graph finds it; copies get others."""
+        self.number = next(_NUMBERS)
+        _NUMBERED[self.number] = self
 
     def workspace_size(self, max_tokens: int) -> int:
         return 0
@@ -130,3 +146,26 @@ class HummingExperts(MoEExperts):
         first, second = self._first(weights), self._second(weights)
         self.first.refill(first)
         self.second.refill(second)
+
+
+_NUMBERS = itertools.count()
+_NUMBERED: weakref.WeakValueDictionary[int, HummingExperts] = weakref.WeakValueDictionary()
+
+
+def _experts(x: Tensor, ids: Tensor, weights: Tensor, expert_map: Tensor | None, number: int, reduce: bool) -> Tensor:
+    op = _NUMBERED[number]
+    y = x.new_empty(x.shape if reduce else (*ids.shape, x.shape[1]))
+    if x.shape[0]:
+        op.run(x, Route(ids, weights, op.spec.num_experts, op.spec.local, expert_map), y)
+    return y
+
+
+_EXPERTS = torch.library.custom_op(
+    "hal_cuda::humming_experts", _experts, mutates_args=(),
+    schema="(Tensor x, Tensor ids, Tensor weights, Tensor? expert_map, int number, bool reduce) -> Tensor",
+)  # fmt: skip
+
+
+@_EXPERTS.register_fake
+def _experts_fake(x, ids, weights, expert_map, number, reduce):
+    return x.new_empty(x.shape if reduce else (*ids.shape, x.shape[1]))
