@@ -11,10 +11,8 @@
 #include <sycl/sycl.hpp>
 #include <vector>
 
-#include "opencl_binary.h"
-#ifdef HAL_XPU_AOT
 #include "aot.h"
-#endif
+#include "opencl_binary.h"
 
 namespace syclex = sycl::ext::oneapi::experimental;
 
@@ -28,6 +26,7 @@ thread_local std::string error;
 struct Program {
   std::vector<Executable> bundles;
   std::vector<std::unique_ptr<hal_xpu::OpenclProgram>> binaries;
+  hal_xpu::Lookup ahead_of_time;
   sycl::queue queue;
   std::map<std::string, std::unique_ptr<sycl::kernel>> kernels;
   std::mutex lock;
@@ -102,11 +101,13 @@ std::string described(sycl::device device) {
          ",\"matrices\":" + matrices(device) + "}";
 }
 
-void *program_of(sycl::queue &queue, Executable bundle) { return new Program{{std::move(bundle)}, {}, queue, {}, {}, true}; }
+void *program_of(sycl::queue &queue, Executable bundle) { return new Program{{std::move(bundle)}, {}, nullptr, queue, {}, {}, true}; }
 
 std::unique_ptr<sycl::kernel> found_kernel(Program &program, const std::string &name) {
   // kernels of an image have the compiler's names, those of a source the names in it
   const std::string spelled = "__sycl_kernel_" + name;
+  if (program.ahead_of_time)
+    if (auto found = program.ahead_of_time(program.queue, name)) return found;
   for (const auto &binary : program.binaries)
     if (auto found = binary->kernel(spelled, program.queue)) return found;
   for (auto &bundle : program.bundles)
@@ -177,10 +178,10 @@ void *hal_xpu_compile(void *queue, const char *source, const char *const *option
   std::string log;
   void *made = guarded<void *>(nullptr, [&]() -> void * {
     auto &q = queue_of(queue);
-#ifdef HAL_XPU_AOT
-    if (auto bundle = hal_xpu::ahead_of_time(q, source, options, count)) return program_of(q, *std::move(bundle));
-#endif
     const std::vector<std::string> words(options, options + count);
+#ifdef HAL_XPU_AOT
+    if (auto lookup = hal_xpu::ahead_of_time(source, words)) return new Program{{}, {}, lookup, q, {}, {}, false};
+#endif
     auto text = syclex::create_kernel_bundle_from_source(q.get_context(), syclex::source_language::sycl, std::string(source));
     return program_of(q, syclex::build(text, syclex::properties{syclex::build_options{words}, syclex::save_log{&log}}));
   });
@@ -191,7 +192,7 @@ void *hal_xpu_compile(void *queue, const char *source, const char *const *option
 void *hal_xpu_load(void *queue, int32_t binary, const void *data, const int64_t *sizes, int32_t count) {
   return guarded<void *>(nullptr, [&]() -> void * {
     auto &q = queue_of(queue);
-    auto program = std::unique_ptr<Program>(new Program{{}, {}, q, {}, {}, false});
+    auto program = std::unique_ptr<Program>(new Program{{}, {}, nullptr, q, {}, {}, false});
     const auto *at = static_cast<const std::byte *>(data);
     for (int32_t i = 0; i < count; at += sizes[i++]) {
       if (binary) program->binaries.push_back(hal_xpu::OpenclProgram::load(q, at, static_cast<size_t>(sizes[i])));
