@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -71,6 +72,41 @@ def float_experts() -> Experts:
     shapes = ((INNER, H), (INNER, H), (H, INNER))
     up, gate, down = (FloatMatrix((torch.randn(E, *s, device=DEVICE) / 45).to(BF), None, None) for s in shapes)
     return Experts(up, down, gate, "silu", 0.0, None, E, E, 1.0, False, scratch=launch.sort_scratch(E, torch.device(DEVICE)))
+
+
+def fp8_matrix(lead: tuple[int, ...], n: int, k: int, blocks: bool) -> FloatMatrix:
+    """Random e4m3 weights with a scale for every block of 128x128, or for every output."""
+    weight = torch.randn(*lead, n, k, device=DEVICE).to(torch.float8_e4m3fn)
+    grid = (-(-n // 128), -(-k // 128)) if blocks else (n,)
+    return FloatMatrix(weight, torch.rand(*lead, *grid, device=DEVICE) * 0.02 + 0.01, None, (128, 128) if blocks else None)
+
+
+def fp8_experts(blocks: bool) -> Experts:
+    up, gate, down = (fp8_matrix((E,), n, k, blocks) for n, k in ((INNER, H), (INNER, H), (H, INNER)))
+    return Experts(up, down, gate, "silu", 0.0, None, E, E, 1.0, False, scratch=launch.sort_scratch(E, torch.device(DEVICE)))
+
+
+def fp8_linears(n: int, k: int) -> dict[str, dict[int, float]]:
+    """A linear by block scales and by row scales, and torch's scaled product with what quantizes its rows."""
+    copies = max(2, 300 * 2**20 // (n * k))
+    blocks, rows = ([fp8_matrix((), n, k, kind) for _ in range(copies)] for kind in (True, False))
+    found: dict[str, dict[int, float]] = {"blocks": {}, "rows": {}, "scaled_mm": {}}
+    for m in DENSE_ROWS:
+        x = torch.randn(m, k, device=DEVICE).to(BF)
+        out = torch.empty(m, n, dtype=BF, device=DEVICE)
+        calls = {
+            "blocks": [partial(ops.float_linear, x, w, out, 128) for w in blocks],
+            "rows": [partial(ops.float_linear, x, w, out) for w in rows], "scaled_mm": [partial(scaled_mm, x, w) for w in rows],
+        }  # fmt: skip
+        for name, each in calls.items():
+            found[name][m] = round(graph_us(each, max(10, copies)), 2)
+    return found
+
+
+def scaled_mm(x, weight: FloatMatrix):
+    """torch's product, after this project's quantizer of rows."""
+    codes, scales = launch.quantize_fp8(x, None)
+    return torch._scaled_mm(codes, weight.weight.t(), scale_a=scales, scale_b=weight.scales[None, :], out_dtype=BF)
 
 
 def inputs(rows: int):
@@ -304,6 +340,13 @@ def tables(wanted: list[str]) -> dict:
         }
         print("bf16 by path", out["bf16_paths"], flush=True)
         print("bf16 experts", out["moe_bf16"], "grouped_mm", out["grouped_mm"], flush=True)
+    if "fp8" in wanted:
+        for name in ("blocks", "rows"):
+            sets = [fp8_experts(name == "blocks") for _ in range(2)]
+            out[f"moe_fp8_{name}"] = {m: round(whole_us(sets, m), 2) for m in MOE_ROWS}
+            print(f"fp8 experts by {name}", out[f"moe_fp8_{name}"], flush=True)
+        out["linear_fp8_4096_4096"] = fp8_linears(4096, 4096)
+        print("fp8 linear 4096 4096", out["linear_fp8_4096_4096"], flush=True)
     if "dense" in wanted:
         for n, k in DENSE_SIZES:
             weights = [integer_matrix((), n, k) for _ in range(max(2, 300 * 2**20 // (n * k // 2)))]
@@ -330,7 +373,7 @@ def warm(part: str, rows: list[int], count: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="*", default=["moe", "bf16", "dense", "humming"])
+    parser.add_argument("parts", nargs="*", default=["moe", "bf16", "fp8", "dense", "humming"])
     parser.add_argument("--sweep", nargs="*", default=[])
     parser.add_argument("--share", default="")
     parser.add_argument("--rows", type=int, nargs="*", default=list(MOE_ROWS))

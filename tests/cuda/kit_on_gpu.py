@@ -13,7 +13,6 @@ import argparse
 import json
 import multiprocessing
 import time
-from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -23,6 +22,7 @@ import two_tiles
 from hal_backend_cuda.providers.humming import runtime
 from kit_cases import some
 
+from hal_core.jsonable import to_json
 from hal_core.testing.case import Result, Status
 from hal_core.testing.kit import Report, kit_of
 from hal_core.testing.run import run_case
@@ -35,7 +35,7 @@ _GRACE = 15
 
 
 def cases(whole: tuple[str, ...], each: int, without: str):
-    """``(plan, case)`` in the order in which they are run: units of all kernels in turn, so that what time allows is spread."""
+    """``(plan, case)`` in units, in the order in which they are run: all kernels in turn, so that what time allows is spread; accuracy last."""
     by_kernel: dict[str, list] = {}
     for plan, case in kit_of(("cuda",)).cases():
         if fnmatchcase(case.kernel, f"cuda.{without}"):
@@ -51,8 +51,10 @@ def cases(whole: tuple[str, ...], each: int, without: str):
             if any(fnmatchcase(name, f"cuda.{glob}") for glob in whole)
             else [pair for group in checks.values() for pair in some(group, each)]
         )
-        units += [(start / len(kept), kept[start : start + _UNIT]) for start in range(0, len(kept), _UNIT)]
-    return [unit for _, unit in sorted(units, key=lambda pair: pair[0])]
+        for start in range(0, len(kept), _UNIT):
+            unit = kept[start : start + _UNIT]
+            units.append((unit[0][1].check == "accuracy", start / len(kept), unit))
+    return [unit for *_, unit in sorted(units, key=lambda entry: entry[:2])]
 
 
 def begin(*chosen) -> None:
@@ -69,7 +71,7 @@ def work(argument: tuple[int, frozenset[str], float]) -> list[dict]:
     found = []
     for plan, case in HELD[index]:
         if case.id not in done and time.time() < until:
-            found.append(asdict(run_case(plan, case, 0, EXPECTED)))
+            found.append(to_json(run_case(plan, case, 0, EXPECTED)))
     return found
 
 
@@ -102,7 +104,7 @@ def main() -> None:
     counts = {status.value: report.count(status) for status in Status}
     versions = {"torch": torch.__version__, "triton": triton.__version__, "gpu": torch.cuda.get_device_name()}
     whole = {"date": time.strftime("%Y-%m-%d"), **versions, "cases": len(wanted), "not_run": len(missing), "counts": counts}
-    options.out.write_text(json.dumps({**whole, "results": [asdict(result) for result in results]}, default=str) + "\n", encoding="utf-8")
+    options.out.write_text(json.dumps({**whole, "results": to_json(results)}) + "\n", encoding="utf-8")
     options.out.with_suffix(".md").write_text(as_markdown(report), encoding="utf-8")
     print(json.dumps(whole))
     for result in report.failures:
