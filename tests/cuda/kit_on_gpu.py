@@ -35,7 +35,7 @@ _GRACE = 15
 
 
 def cases(whole: tuple[str, ...], each: int, without: str):
-    """``(plan, case)`` in units, in the order in which they are run: all kernels in turn, so that what time allows is spread; accuracy last."""
+    """Units of ``(plan, case)`` in the order in which they are run: kernels in turn, so that time is spread; accuracy last."""
     by_kernel: dict[str, list] = {}
     for plan, case in kit_of(("cuda",)).cases():
         if fnmatchcase(case.kernel, f"cuda.{without}"):
