@@ -25,6 +25,7 @@ _LINEAR = ((1, 64), (15, 32), (16, 8), (17, 96), (31, 131), (33, 1), (128, 256),
 _EXPERTS = ((64, 96), (40, 72), (33, 17), (128, 48))
 #: (experts, top_k)
 _COUNTS = ((6, 3), (1, 1), (5, 2))
+_GPT_OSS = Activation("swiglu_oai", alpha=1.702, limit=7.0)
 _SCALES = ("fp16", "bf16", "fp32")
 #: So many schemes do not meet everything else in a quick run.
 _MANY = 60
@@ -199,6 +200,7 @@ def _activations(kernel: MoEKernel) -> tuple[tuple[Activation, bool], ...]:
                 out.append((Activation(kind, limit=0.6), gated))
             if e.alpha and kind == "swiglu_oai":
                 out.append((Activation(kind, alpha=1.2, limit=7.0 if e.limit else None), gated))
+                out += [(_GPT_OSS, gated)] * e.limit  # a kernel may hold these numbers alone
     return tuple(out)
 
 

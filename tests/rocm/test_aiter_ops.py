@@ -85,13 +85,16 @@ def fused_moe(
     assert (activation is ActivationType.Swiglu) == (bias1 is not None) == (bias2 is not None)
     assert (quant_type is QuantType.per_1x32) == (w1.dtype == torch.float4_e2m1fn_x2)
     assert (quant_type is QuantType.No) == (w1_scale is None)
-    assert topk_ids.dtype == torch.int32
+    assert topk_ids.dtype == expert_mask.dtype == torch.int32
+    assert len(expert_mask) == len(w1) + 1
     assert topk_weight.dtype == torch.float32
     first, second = wide(w1, w1_scale, striped=bias1 is not None), wide(w2, w2_scale)
     assert hidden_states.shape[1] == first.shape[2] == second.shape[1]
     out = torch.zeros_like(hidden_states, dtype=torch.float64)
     for token, (ids, weights) in enumerate(zip(topk_ids.tolist(), topk_weight.tolist(), strict=True)):
         for expert, weight in zip(ids, weights, strict=True):
+            if not expert_mask[expert]:
+                continue
             inner = first[expert] @ hidden_states[token].double()
             gate, up = (inner if bias1 is None else inner + bias1[expert].double()).chunk(2)
             if activation is ActivationType.Swiglu:
@@ -227,9 +230,7 @@ def test_wrong_inputs_are_named():
     op = AiterExperts(spec, weights, MOES[0], CPU, "gfx942")
     with pytest.raises(ShapeError, match=r"give torch\.bfloat16"):
         op.apply(x.float(), routing)
-    with pytest.raises(ShapeError, match="reduce=False"):
-        op.apply(x, routing, reduce=False)
-    with pytest.raises(ShapeError, match="integer ids and weights"):
+    with pytest.raises(ShapeError, match="ids and weights"):
         op.apply(x, Routed(routing.topk_ids[:, :1], routing.topk_weights))
     with pytest.raises(ShapeError, match="out"):
         op.apply(x, routing, out=torch.empty(1, 2))

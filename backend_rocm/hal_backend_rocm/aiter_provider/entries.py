@@ -84,7 +84,7 @@ def _set(dtype: str, kind: GranularityKind) -> SchemeSet:
 
 
 def _moe(*more: str) -> Call:
-    given = ("hidden_states", "w1", "w2", "topk_weight", "topk_ids", "activation", "quant_type", *more, "dtype")
+    given = ("hidden_states", "w1", "w2", "topk_weight", "topk_ids", "expert_mask", "activation", "quant_type", *more, "dtype")
     return Call("aiter.fused_moe.fused_moe", (*given, "hidden_pad", "intermediate_pad"), ("hidden_pad", "intermediate_pad"))
 
 
@@ -168,8 +168,6 @@ def entry_refusals(entry: Entry, spec: LinearSpec | MoESpec, target: str) -> tup
     blocks = {tuple(s.granularity.block) for s in schemes if s.granularity.block is not None} - {(128, 128)}
     asked = [f"scales per block of {rows}x{columns}" for rows, columns in sorted(blocks)]
     out += [Refusal("scheme.granularity", a, "serves blocks of 128x128", "use another kernel") for a in asked]
-    groups = {s.granularity.group for s in schemes} - {None, 32}
-    out += [Refusal("scheme.group", f"groups of {g}", "serves groups of 32", "use another kernel") for g in sorted(filter(None, groups))]
     if isinstance(spec, MoESpec) and spec.activation.kind == entry.activation.kind and spec.activation != entry.activation:
         found = f"serves {entry.activation} ({entry.activation_source})"
         out.append(Refusal("epilogue.activation", str(spec.activation), found, "use another kernel"))

@@ -9,7 +9,7 @@ from hal_backend_rocm.aiter_provider import DISTRIBUTION
 from hal_backend_rocm.aiter_provider.attention import AiterKV
 from hal_backend_rocm.aiter_provider.entries import LINEARS, MOES, Entry, entry_refusals
 from hal_backend_rocm.aiter_provider.served import missing, provider_refusals
-from hal_core.kernel import LinearEpilogue, LinearKernel, MoEEpilogue, MoEKernel
+from hal_core.kernel import LinearEpilogue, LinearKernel, MoEEpilogue, MoEKernel, ShapeLimit
 from hal_core.selection import widened
 
 if TYPE_CHECKING:
@@ -28,6 +28,17 @@ _PRIORITY = 250
 _ERROR_BOUNDS = {"exact": 6e-3, "int8": 5e-2, "fp8_e4m3": 1.5e-1, "mxfp4": 4e-1}
 
 
+def _limits(entry: Entry) -> tuple[ShapeLimit, ...]:
+    return tuple(ShapeLimit(condition.dim, condition.multiple) for condition in entry.conditions)
+
+
+def _joined(entry: Entry, spec: LinearSpec | MoESpec, machine: Machine, declared: tuple[Refusal, ...]) -> tuple[Refusal, ...]:
+    """What is declared, and the predicate's reasons; of a limit that both refuse, the one that says where AITER does."""
+    own = provider_refusals(machine, entry.versions, partial(entry_refusals, entry, spec))
+    known = {(reason.code, reason.asked) for reason in own}
+    return (*(reason for reason in declared if (reason.code, reason.asked) not in known), *own)
+
+
 class MoEAiter(MoEKernel):
     """A block of gated experts by ``aiter.fused_moe``, bf16 in and out."""
 
@@ -37,7 +48,6 @@ class MoEAiter(MoEKernel):
     dtypes = ("bf16",)
     out_dtypes = ("bf16",)
     routing = ("routed",)
-    limits = ()
     m_range = (1, None)
     priority = _PRIORITY
     provider = DISTRIBUTION
@@ -45,7 +55,7 @@ class MoEAiter(MoEKernel):
     def __init__(self, entry: Entry) -> None:
         self._entry = entry
         self.name = f"moe_aiter_{entry.name}"
-        self.schemes, self.numerics = entry.schemes, entry.numerics
+        self.schemes, self.numerics, self.limits = entry.schemes, entry.numerics, _limits(entry)
         self.layout, act = f"aiter.{entry.name}", entry.activation
         self.error_bound = _ERROR_BOUNDS["exact" if entry.quant is None else entry.quant.dtype]
         self.epilogue = MoEEpilogue(
@@ -55,8 +65,7 @@ class MoEAiter(MoEKernel):
         )  # fmt: skip
 
     def refusals(self, spec: MoESpec, machine: Machine) -> tuple[Refusal, ...]:
-        entry = self._entry
-        return (*super().refusals(spec, machine), *provider_refusals(machine, entry.versions, partial(entry_refusals, entry, spec)))
+        return _joined(self._entry, spec, machine, super().refusals(spec, machine))
 
     def padding(self, spec: MoESpec) -> tuple[Padding, ...]:
         pad = self._entry.pad
@@ -80,7 +89,6 @@ class LinearAiter(LinearKernel):
     dtypes = ("bf16",)
     out_dtypes = ("bf16",)
     epilogue = LinearEpilogue(bias=False, lora=False)
-    limits = ()
     m_range = (1, None)
     priority = _PRIORITY
     provider = DISTRIBUTION
@@ -88,13 +96,12 @@ class LinearAiter(LinearKernel):
     def __init__(self, entry: Entry) -> None:
         self._entry = entry
         self.name = f"linear_aiter_{entry.name}"
-        self.schemes, self.numerics = entry.schemes, entry.numerics
+        self.schemes, self.numerics, self.limits = entry.schemes, entry.numerics, _limits(entry)
         self.layout = f"aiter.{entry.name}"
         self.error_bound = 1e-1 if entry.fp8 else 3e-2
 
     def refusals(self, spec: LinearSpec, machine: Machine) -> tuple[Refusal, ...]:
-        entry = self._entry
-        return (*super().refusals(spec, machine), *provider_refusals(machine, entry.versions, partial(entry_refusals, entry, spec)))
+        return _joined(self._entry, spec, machine, super().refusals(spec, machine))
 
     def lacks(self, machine: Machine) -> tuple[Refusal, ...]:
         return missing(machine, self._entry.versions)

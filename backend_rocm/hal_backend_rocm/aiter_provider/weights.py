@@ -24,6 +24,8 @@ __all__ = ["experts_tensors", "linear_tensors"]
 
 #: E8M0 of 1, for padded groups.
 _ONE = 127
+#: Elements of one scale.
+_GROUP = 32
 
 
 def _served(entry: Entry, spec: LinearSpec | MoESpec, target: str) -> None:
@@ -54,9 +56,10 @@ def _mxfp4(entry: Entry, weights: list[QuantizedTensor], n: int, k: int) -> tupl
         if weight.scales is None or weight.scales.dtype != torch.uint8:
             found = "no scales" if weight.scales is None else f"scales of {weight.scales.dtype}"
             raise UnfitWeightsError(f"AITER's {entry.name}", found, "E8M0 bytes are needed: use another kernel")
-        rows = n - weight.shape[-2]
+        rows, group = n - weight.shape[-2], weight.scheme.granularity.group or _GROUP
         values.append(pad(weight.values, (0, k // 2 - weight.values.shape[-1], 0, rows)))
-        scales.append(pad(weight.scales, (0, k // 32 - weight.scales.shape[-1], 0, rows), value=_ONE))
+        fine = weight.scales.repeat_interleave(group // _GROUP, dim=-1)[..., : k // _GROUP]  # coarser groups, of equal fine ones
+        scales.append(pad(fine, (0, k // _GROUP - fine.shape[-1], 0, rows), value=_ONE))
     if len(weights) == 1:
         both, grid = values[0], scales[0]
     elif entry.form == "mxfp4_striped":
