@@ -9,9 +9,13 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
 import triton_cases as cases
+from hal_backend_cuda.kernels import KERNELS
 
 from hal_core.check import check
 from hal_core.errors import ShapeError
+from hal_core.machine import Machine
+from hal_core.testing.bench import Bench
+from hal_core.testing.plan import plan_of
 from hal_core.triton import launch, ops
 from hal_core.triton.configs import Tile
 
@@ -92,6 +96,28 @@ def test_graphs_capture_and_see_new_inputs_and_weights(tokens):
     graph.replay()
     with pytest.raises(ShapeError, match="99 at token 0, slot 0"):
         check()
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("rows", [1, 33, 400])
+def test_every_op_is_captured_and_its_graph_follows_inputs_and_updates(kernel, rows):
+    plan = plan_of(f"cuda.{kernel.name}", kernel, Machine.detect())
+    case = next(case for case in plan.cases() if case.check == "update")
+    subject = Bench(kernel, case, plan.machine, rows, plan.accepted).subject()
+    op, inputs, other = subject.prepare(), subject.inputs(rows), subject.inputs(rows)
+    out = subject.poisoned(rows)
+    subject.call(op, inputs, out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        subject.call(op, inputs, out)
+    weights = subject.new_weights()
+    op.update(subject.copied(weights))
+    inputs.x.copy_(other.x)
+    out.fill_(float("nan"))
+    graph.replay()
+    assert torch.equal(out, subject.call(subject.prepare(weights), inputs))
+    check()
 
 
 def test_seventy_thousand_tokens_pass_32_bit_offsets():

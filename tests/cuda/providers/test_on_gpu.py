@@ -14,6 +14,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("humming", reason="needs humming-kernels")
 
 import two_tiles
+from hal_backend_cuda.kernels import MoETriton
 from hal_backend_cuda.providers.flashinfer.attention import FlashInferKV
 from hal_backend_cuda.providers.fused_steps import TritonSteps
 from hal_backend_cuda.providers.humming import runtime
@@ -123,8 +124,9 @@ def test_rows_beyond_two_to_the_31_elements():
         assert error(out[row], x[row].float() @ dense) < 6e-3
 
 
-def test_what_is_given_wrongly_is_refused():
-    op = MoEHumming(RECIPE).prepare(SPEC, expert_weights(5))
+@pytest.mark.parametrize("kernel", [MoEHumming(RECIPE), MoETriton()], ids=lambda kernel: kernel.name)
+def test_what_is_given_wrongly_is_refused(kernel):
+    op = kernel.prepare(SPEC, expert_weights(5))
     x, routed = torch.randn(4, 256, device=DEVICE).bfloat16(), routing(4)
     for wrong, told in (
         ((x.float(), routed), "torch.float32"),
