@@ -54,7 +54,7 @@ def test_logits_in_bf16(name):
 
 
 @pytest.mark.slow
-def test_in_bf16_vllms_own_path_is_coarser():
+def test_logits_in_bf16_beside_those_of_vllms_own_path():
     name = "gptq_v1_sym_int4_g32"
     if name not in goldens.names():
         pytest.skip(f"HAL_GOLDEN_DIR is not set, and vLLM serves no carried golden by itself: {name} is needed")
@@ -62,7 +62,8 @@ def test_in_bf16_vllms_own_path_is_coarser():
     wanted = stored(name)["logits"].flatten(0, -2).float()
     errors = [float((found - wanted).norm() / wanted.norm()) for found in (ours, own)]
     print(f"{name} in bf16: relative error {errors[0]:.1e}, of vLLM's own path {errors[1]:.1e}")
-    assert errors[0] < 2e-2 < errors[1]
+    assert errors[0] < 2e-2
+    assert errors[0] < 1.1 * errors[1]  # far below it on processors where that path rounds inputs to int8
 
 
 @pytest.fixture(scope="module")
