@@ -60,7 +60,8 @@ def test_every_layer_says_what_serves_it_and_how_often_it_ran(checkpoint, monkey
 
     monkeypatch.setattr(held, "_told", set())
     monkeypatch.setenv("HAL_POLICY", "require:reference")
-    lines, logger = Lines(), logging.Logger("of its own: vLLM sets up logging more than once")
+    lines, logger = Lines(), logging.getLogger("of its own: vLLM sets up its loggers more than once")
+    logger.setLevel(logging.INFO)
     logger.addHandler(lines)
     monkeypatch.setattr(held, "_log", logger)
     with engine(checkpoint, **OPTIONS) as llm:
