@@ -22,9 +22,10 @@ _MOST_ROWS = 256
 
 
 class How(str, Enum):
-    """How a kernel was tried, the strongest proof first."""
+    """How a kernel was tried."""
 
     RAN = "ran"
+    FAILED = "failed"
     INTERPRETED = "interpreted"
     COMPILED = "compiled"
     BOUND = "bound"
@@ -42,8 +43,9 @@ class Level:
 class Tried:
     """What was tried on some architectures with one release each of torch and Python.
 
-    how: ``ran`` on such a device; ``interpreted``, its numbers computed without one; ``compiled`` for it, and the instructions looked
-    at; ``bound``, the call compared with the signature of the library that it calls. kernels: names or globs, without the backend's.
+    how: ``ran`` on such a device; ``failed``, ran there and failed a check; ``interpreted``, its numbers computed without a device;
+        ``compiled`` for it, and the instructions looked at; ``bound``, the call compared with the signature of the library that it calls.
+    kernels: names or globs, without the backend's.
     by: what tried it, in a few words.
     """
 
@@ -101,11 +103,11 @@ class Coverage:
         return tuple(how for how in How if how in found)
 
     def adding(self, tried: Tried) -> Coverage:
-        """With one more trial, in the place of an earlier one of the same kind, architectures and releases."""
+        """With one more trial in place of an earlier one of its kind, architectures and releases; one without kernels only removes it."""
         mark = (tried.how, tried.architectures, tried.torch, tried.python)
         kept = tuple(t for t in self.tried if (t.how, t.architectures, t.torch, t.python) != mark)
         torch, python = _sorted({*self.torch, tried.torch}), _sorted({*self.python, tried.python})
-        return replace(self, tried=(*kept, tried), torch=torch, python=python)
+        return replace(self, tried=(*kept, tried) if tried.kernels else kept, torch=torch, python=python)
 
 
 def _check_releases(where: str, releases: tuple[str, ...]) -> None:

@@ -41,6 +41,7 @@ class MatrixRow:
     python: str
     runs: bool
     ran: tuple[str, ...]
+    failed: tuple[str, ...]
     interpreted: tuple[str, ...]
     compiled: tuple[str, ...]
     bound: tuple[str, ...]
@@ -99,7 +100,7 @@ def narrowed(
 
 
 def with_results(coverage: Coverage, row: BackendRow, results: JsonValue) -> Coverage:
-    """With what ``hal verify --json`` found on some machine: kernels whose numbers were right there, and of which no check failed.
+    """With what ``hal verify --json`` found on some machine: kernels whose numbers were right there and those of which a check failed.
 
     Raises:
         ValueDecodeError: not such results, or none of this backend's kernels ran.
@@ -116,12 +117,13 @@ def with_results(coverage: Coverage, row: BackendRow, results: JsonValue) -> Cov
         elif backend == row.name and (each.get("check"), each.get("status")) == ("accuracy", "passed"):
             passed.add(kernel)
     here = _architectures_of(machine, row, coverage)
-    good = tuple(sorted(passed - failed))
-    if not good or not here:
-        found = f"kernels that ran: {len(good)}; architectures: {', '.join(here) or 'none'}"
+    if not (passed | failed) or not here:
+        found = f"kernels that ran: {len(passed)}; architectures: {', '.join(here) or 'none'}"
         raise ValueDecodeError(f"results for {row.name}", found, "run hal verify on a machine with such a device")
-    by = f"hal verify, seed {results.get('seed')}" + (f", {len(failed)} kernels failed" if failed else "")
-    return coverage.adding(Tried(How.RAN, good, here, _torch(machine), _release(machine.version("python") or ""), by))
+    by, python = f"hal verify, seed {results.get('seed')}", _release(machine.version("python") or "")
+    for how, kernels in ((How.RAN, passed - failed), (How.FAILED, failed)):
+        coverage = coverage.adding(Tried(how, tuple(sorted(kernels)), here, _torch(machine), python, by))
+    return coverage
 
 
 def _architectures_of(machine: Machine, row: BackendRow, coverage: Coverage) -> tuple[str, ...]:
@@ -155,8 +157,8 @@ def _row(vendor: str, architecture: str, torch: str, python: str, coverage: Cove
     tried = {name: coverage.how(name, architecture, torch, python) for name in kernels}
     by = {how: tuple(name for name, found in tried.items() if how in found) for how in How}
     untried = tuple(name for name, found in tried.items() if not found)
-    found = (by[How.RAN], by[How.INTERPRETED], by[How.COMPILED], by[How.BOUND])
-    return MatrixRow(vendor, architecture, torch, python, bool(by[How.RAN]), *found, untried)
+    ran, failed, interpreted, compiled, bound = (by[how] for how in How)
+    return MatrixRow(vendor, architecture, torch, python, bool(ran), ran, failed, interpreted, compiled, bound, untried)
 
 
 def _release(text: str) -> str:

@@ -47,7 +47,7 @@ def register(app: typer.Typer) -> None:
         out: Annotated[Path | None, typer.Option(help="With --add: write the wheel's hal_coverage.json.", show_default=False)] = None,
         as_json: JSON = False,
     ) -> None:
-        """Show architecture, torch and Python, and which kernels ran, were interpreted, compiled, bound or never tried there."""
+        """Show architecture, torch and Python, and which kernels ran, failed, were interpreted, compiled, bound or never tried there."""
         from hal_core.machine import Machine
         from hal_core.matrix import coverage_of, matrix_of, narrowed, vendor_row
         from hal_core.registry import default_registry
@@ -86,7 +86,7 @@ def _show(rows: Sequence[MatrixRow], as_json: bool) -> None:
         print_json({"include": to_json(tuple(rows))})
         return
     table = Table(title=f"What {rows[0].vendor} can run" if rows else "No rows", title_justify="left", show_lines=True)
-    for header in ("architecture", "torch x Python", "ran", "interpreted", "compiled", "bound", "untried"):
+    for header in ("architecture", "torch x Python", "ran", "failed", "interpreted", "compiled", "bound", "untried"):
         table.add_column(header, overflow="fold")
     for (name, *cells), pairs in _merged(rows).items():
         table.add_row(name, Text(pairs), *(Text(", ".join(cell)) for cell in cells))
@@ -97,6 +97,6 @@ def _merged(rows: Sequence[MatrixRow]) -> dict[tuple[str, ...], str]:
     """Rows that say the same of one architecture, with all their pairs of releases."""
     pairs: dict[tuple[object, ...], dict[str, list[str]]] = {}
     for r in rows:
-        key = (r.architecture, r.ran, r.interpreted, r.compiled, r.bound, r.untried)
+        key = (r.architecture, r.ran, r.failed, r.interpreted, r.compiled, r.bound, r.untried)
         pairs.setdefault(key, {}).setdefault(r.torch, []).append(r.python)
     return {key: "\n".join(f"{torch} x {', '.join(pythons)}" for torch, pythons in found.items()) for key, found in pairs.items()}  # type: ignore[misc]

@@ -82,9 +82,14 @@ def test_results_add_the_kernels_that_were_right_and_failed_nowhere() -> None:
         ("other.one", "accuracy", "passed"), ("cuda.third", "layout", "passed"),
     )  # fmt: skip
     once = with_results(COVERAGE, ROW, found)
-    assert once.tried[-1] == Tried(How.RAN, ("old",), ("sm_90",), "2.11", "3.12", "hal verify, seed 7, 1 kernels failed")
+    ran = Tried(How.RAN, ("old",), ("sm_90",), "2.11", "3.12", "hal verify, seed 7")
+    assert once.tried[-2:] == (ran, replace(ran, how=How.FAILED, kernels=("new",)))
     assert with_results(once, ROW, found) == once, "the same results twice are one entry"
     assert Coverage.parse(once.dumps()) == once
+    row = matrix_of(ROW, once, KERNELS)[2]
+    assert (row.torch, row.ran, row.failed, row.untried) == ("2.11", ("old",), ("new",), ())
+    mended = with_results(once, ROW, results(("cuda.old", "accuracy", "passed"), ("cuda.new", "accuracy", "passed")))
+    assert mended.tried[-1] == replace(ran, kernels=("new", "old")), "what failed before and does not any more is gone"
 
 
 @pytest.mark.parametrize(
@@ -92,7 +97,7 @@ def test_results_add_the_kernels_that_were_right_and_failed_nowhere() -> None:
     [
         ([], "not those of hal verify"),
         ({"results": [], "machine": 3}, "expected an object"),
-        (results(("cuda.old", "accuracy", "failed")), "kernels that ran: 0"),
+        (results(("cuda.old", "layout", "passed")), "kernels that ran: 0"),
         (results(("cuda.old", "accuracy", "passed"), machine=MACHINE), "architectures: none"),
         (results(("cuda.old", "accuracy", "passed"), machine=replace(H, versions=())), "not a release"),
         (results(("cuda.o\x1b[2J", "accuracy", "passed")), "not plain names"),
