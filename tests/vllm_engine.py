@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
 import torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 VOCABULARY = 256
+EXTENSION = "hal_core.integrations.vllm.worker.WorkerExtension"
 #: Options for :func:`carried_model`, whose heads of 16 channels are served by our pages alone.
 CARRIED = {"quantization": "hal", "hal": {"numerics": "exact", "kv_cache": "fp32"}, "max_model_len": 128}
 
@@ -111,28 +113,38 @@ def counter(llm, name: str) -> int:
     return sum(metric.value for metric in llm.get_metrics() if metric.name == name)
 
 
-def elsewhere(folder: Path, model: Path, prompts: list[list[int]], count: int = 6, **options) -> tuple[list[Answer], list]:
-    """The same in a process of its own with workers of its own, one core each; and what every rank says of itself."""
-    job, found = folder / "job.json", folder / "answers.pt"
-    options["worker_extension_cls"] = "hal_core.integrations.vllm.worker.WorkerExtension"
-    job.write_text(json.dumps({"model": str(model), "prompts": prompts, "count": count, "options": options}))
-    ranks = options.get("tensor_parallel_size", 1)
-    setting = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, sorted(os.sched_getaffinity(0))[:ranks])),
-    }
-    command = [sys.executable, __file__, str(job), str(found)]
-    done = subprocess.run(command, env=os.environ | setting, capture_output=True, text=True, check=False)
+def program(folder: Path, model: Path, options: dict, setting: dict, prefix: tuple = ()) -> subprocess.CompletedProcess:
+    """The end of a program that asks an engine of its own; its answers are ``answers.pt`` in the folder."""
+    job = folder / "job.json"
+    job.write_text(json.dumps({"model": str(model), "options": options}))
+    command = [sys.executable, *prefix, __file__, str(job), str(folder / "answers.pt")]
+    return subprocess.run(command, env=os.environ | setting, capture_output=True, text=True, check=False)
+
+
+def workers(count: int) -> dict[str, str]:
+    """Settings for an engine with so many processes, one core each; skips the test where there are not as many cores."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < count:
+        pytest.skip(f"{count} ranks need {count} processor cores, {len(cores)} may be used")
+    return {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, cores[:count]))}
+
+
+def elsewhere(folder: Path, model: Path, prompts: list[list[int]], **options) -> tuple[list[Answer], list]:
+    """What :func:`ask` says of an engine with workers of its own, and what every one of them says of itself."""
+    options |= {"worker_extension_cls": EXTENSION, "prompts": prompts}
+    done = program(folder, model, options, workers(options["tensor_parallel_size"]))
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    answers, ranks = torch.load(found)
-    return [Answer(*answer) for answer in answers], ranks
+    answers, explained = torch.load(folder / "answers.pt")
+    return [Answer(*answer) for answer in answers], explained
 
 
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
+    prompts = job["options"].pop("prompts", [[1, 2, 3]])
     with engine(Path(job["model"]), **job["options"]) as llm:
-        answers = ask(llm, job["prompts"], job["count"])
-        torch.save(([(a.tokens, a.logits, a.cached) for a in answers], llm.collective_rpc("hal_explain")), sys.argv[2])
+        answers = ask(llm, prompts)
+        explained = llm.collective_rpc("hal_explain") if "worker_extension_cls" in job["options"] else []
+        torch.save(([(a.tokens, a.logits, a.cached) for a in answers], explained), sys.argv[2])
 
 
 if __name__ == "__main__":

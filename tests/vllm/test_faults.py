@@ -1,18 +1,10 @@
 """Damage and requests that cannot be met: an error that names them before anything is served, in every process, and an exit code."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 from safetensors.torch import load_file, save_file
-from vllm_engine import CARRIED, carried_model, engine
+from vllm_engine import CARRIED, carried_model, engine, program, workers
 
 from hal_core.errors import HalError
-
-PROGRAM = Path(__file__).parents[1] / "vllm_engine.py"
 
 
 def without_scales(tensors):
@@ -63,31 +55,21 @@ def test_the_fault_is_named_and_nothing_is_served(tmp_path, fault):
         pytest.fail("the engine was made")
 
 
-def run(folder, model, options, setting, prefix=()):
-    """The end of a program that serves: its exit code and all that it printed."""
-    job = folder / "job.json"
-    job.write_text(json.dumps({"model": str(model), "prompts": [[1, 2, 3]], "count": 1, "options": options}))
-    command = [sys.executable, *prefix, str(PROGRAM), str(job), str(folder / "answers.pt")]
-    done = subprocess.run(command, env=os.environ | setting, capture_output=True, text=True, check=False)
-    assert not (folder / "answers.pt").exists()
-    return done.returncode, done.stdout + done.stderr
-
-
+@pytest.mark.timeout(900)
 def test_a_program_of_two_ranks_ends_with_the_error_of_each(tmp_path):
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < 2:
-        pytest.skip("two ranks need two processor cores")
-    setting = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[1]}"}
     options = CARRIED | {"hal": CARRIED["hal"] | {"policy": "require:moe=cuda.*"}, "tensor_parallel_size": 2}
-    code, printed = run(tmp_path, checkpoint(tmp_path, keep), options, setting)
-    assert code != 0
+    done = program(tmp_path, checkpoint(tmp_path, keep), options, workers(2))
+    printed = done.stdout + done.stderr
+    assert done.returncode != 0
+    assert not (tmp_path / "answers.pt").exists()
     for rank in (0, 1):
         assert any("require:moe=cuda" in line and f"Worker_TP{rank}" in line for line in printed.splitlines()), printed[-3000:]
 
 
-def test_another_release_of_vllm_is_refused_by_its_number(tmp_path):
+def test_another_release_of_vllm_ends_the_program_with_its_number(tmp_path):
     pretend = "import runpy, sys, vllm; vllm.__version__ = '0.33.1'; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
     setting = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    code, printed = run(tmp_path, checkpoint(tmp_path, keep), CARRIED, setting, prefix=("-c", pretend))
-    assert code != 0
-    assert "quantization hal in vLLM 0.33.1: tested with vLLM from 0.32 up to, not including, 0.33" in printed
+    done = program(tmp_path, checkpoint(tmp_path, keep), CARRIED, setting, prefix=("-c", pretend))
+    assert done.returncode != 0
+    assert not (tmp_path / "answers.pt").exists()
+    assert "quantization hal in vLLM 0.33.1: tested with vLLM from 0.32 up to, not including, 0.33" in done.stdout + done.stderr

@@ -185,6 +185,19 @@ def test_fp8_pages_take_the_scales_of_the_checkpoint(tmp_path):
     assert bool(answer.logits.isfinite().all())
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_compiled_model_reads_the_same_pages(model, prompts):
+    with engine(model, hal={"kv_cache": "turboquant:4"}, block_size=32) as llm:
+        eager = ask(llm, prompts)
+    with engine(model, hal={"kv_cache": "turboquant:4"}, block_size=32, enforce_eager=False) as llm:
+        compiled = ask(llm, prompts)
+    for each, other in zip(eager, compiled, strict=True):
+        assert each.tokens == other.tokens
+        assert relative(other.logits, each.logits) < 5e-3
+
+
+@pytest.mark.timeout(900)
 def test_two_ranks_share_the_heads(tmp_path, model, prompts):
     with engine(model, hal={"kv_cache": "turboquant:4"}, block_size=32) as llm:
         one = ask(llm, prompts)

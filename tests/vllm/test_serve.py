@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from vllm_engine import CARRIED, ask, carried_model, engine
+from vllm_engine import CARRIED, ask, carried_model, engine, workers
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "vllm_offline.py"
 PAGE = EXAMPLE.parents[1] / "docs" / "vllm.md"
@@ -51,10 +51,9 @@ def server(model, *options):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [*program(), str(model), "--host", "127.0.0.1", "--port", str(port), *options]
-    setting = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": str(min(os.sched_getaffinity(0)))}
     log = model.parent / "server.log"
     with log.open("w") as file:
-        process = subprocess.Popen(command, env=os.environ | setting, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(command, env=os.environ | workers(1), stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             until = time.monotonic() + 400
             while "Application startup complete" not in log.read_text():
@@ -102,10 +101,7 @@ def test_the_pages_of_the_documentation_run(tmp_path):
 
 @pytest.mark.timeout(600)
 def test_the_example_agrees_with_transformers_on_one_rank_and_on_two():
-    if len(os.sched_getaffinity(0)) < 2:
-        pytest.skip("two ranks need two processor cores")
-    setting = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    done = subprocess.run([sys.executable, EXAMPLE], env=setting, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, EXAMPLE], env=os.environ | workers(2), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     found = re.findall(r"(\d) ranks?: relative error (\S+), argmax equal at (\d+) of (\d+)", done.stdout)
     assert [ranks for ranks, *_ in found] == ["1", "2"]
