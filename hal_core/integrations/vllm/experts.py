@@ -10,8 +10,7 @@ from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 
 from hal_core.errors import FormatError, ShapeError
 from hal_core.integrations.vllm import ops
-from hal_core.integrations.vllm.held import HeldLayer, hold
-from hal_core.integrations.vllm.linear import prepare_ops
+from hal_core.integrations.vllm.layer import serve
 from hal_core.sharding import ExpertsShare, rank_cut, rank_experts
 from hal_core.spec import Activation, MoESpec
 
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 
     from hal_core.integrations.vllm.config import HalConfig
+    from hal_core.integrations.vllm.held import HeldLayer
     from hal_core.plan import PlannedOp
 
 __all__ = ["HalExpertsMethod"]
@@ -76,20 +76,15 @@ class HalExpertsMethod(FusedMoEMethodBase):
             FormatError, ShapeError, NoKernelError: names the layer.
         """
         checkpoint, parallel = self.config.ready().checkpoint, self.moe.moe_parallel_config
-        if self.held is not None:
-            raise ShapeError(f"layer {self.prefix}", "its weights were loaded before", "start another engine: reloading is not served")
         local = layer.expert_map
         ids = tuple(range(layer.global_num_experts)) if local is None else _global_ids(local)
         inner = rank_cut(f"{self.prefix}: intermediate", self._spec().intermediate, self.inner, parallel.tp_rank, parallel.tp_size)
         share = ExpertsShare(ids, inner, adds_bias=parallel.tp_rank == 0)
         spec, weights = rank_experts(checkpoint, self.planned, share, self.config.options.numerics, layer.params_dtype)
         spec = replace(spec, activation=self._activation(layer), router_weight_on_input=layer.apply_router_weight_on_input)
-        made = prepare_ops(self.config, self.prefix, [(spec, weights)])
         rank = (parallel.ep_rank, parallel.ep_size) if parallel.use_ep else (parallel.tp_rank, parallel.tp_size)
         mapped = local.to(torch.int32) if spec.expert_map else None
-        self.held = HeldLayer(self.prefix, made, rank, self.planned.notes, expert_map=mapped)
-        self.key = hold(self.config.key, self.held)
-        layer.hal_ops = torch.nn.ModuleList(made)
+        serve(self, layer, rank, [(spec, weights)], notes=self.planned.notes, expert_map=mapped)
 
     def _activation(self, layer: Any) -> Activation:
         """What the engine's model computes; numbers that it leaves to its kernels are those of the checkpoint."""

@@ -7,69 +7,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.model_executor.layers.linear import LinearMethodBase, RowParallelLinear
-from vllm.platforms import current_platform
 
-from hal_core.api import prepare
-from hal_core.dtypes import torch_dtype
-from hal_core.errors import FormatError, HalError, ShapeError
-from hal_core.integrations.placement import placed
+from hal_core.errors import FormatError, ShapeError
 from hal_core.integrations.vllm import ops
-from hal_core.integrations.vllm.held import HeldLayer, hold
-from hal_core.ops import QuantLinear
+from hal_core.integrations.vllm.layer import serve
 from hal_core.sharding import Cut, RowsPart, linear_spec, rank_cut, rank_linears
-from hal_core.spec import LinearSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
     from hal_core.formats.base import Checkpoint
     from hal_core.integrations.vllm.config import HalConfig
-    from hal_core.kernel import LinearWeights, MoEWeights
-    from hal_core.ops import Op
+    from hal_core.integrations.vllm.held import HeldLayer
     from hal_core.plan import PlannedOp
-    from hal_core.spec import Spec
 
-__all__ = ["HalLinearMethod", "prepare_ops"]
-
-
-def prepare_ops(config: HalConfig, prefix: str, asked: Sequence[tuple[Spec, LinearWeights | MoEWeights]]) -> tuple[Op, ...]:
-    """Select and prepare on the engine's device.
-
-    Raises:
-        HalError: nothing may serve it; the message names the layer.
-    """
-    device = torch.device(current_platform.device_type)
-    try:
-        return tuple(_prepared(config, prefix, spec, placed(weights, device)) for spec, weights in asked)
-    except HalError as error:
-        error.args = (f"layer {prefix}: {error}",)
-        raise
-
-
-def _prepared(config: HalConfig, prefix: str, spec: Spec, weights: LinearWeights | MoEWeights) -> Op:
-    if isinstance(spec, LinearSpec) and not spec.weights.quantized:
-        return _PlainLinear(spec, weights)  # type: ignore[arg-type]
-    return prepare(spec, weights, config.options.chosen_policy, layer=prefix)
-
-
-class _PlainLinear(QuantLinear):
-    """An unquantized part of a layer whose other parts are quantized, in the model's dtype, as vLLM computes it."""
-
-    def __init__(self, spec: LinearSpec, weights: LinearWeights) -> None:
-        super().__init__()
-        self.register_buffer("weight", weights.weight.values.to(torch_dtype(spec.dtype)))
-        self.register_buffer("bias", weights.bias)
-
-    def compute(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        y = torch.nn.functional.linear(x, self.get_buffer("weight"), self._buffers["bias"])
-        return y if out is None else out.copy_(y)
-
-    def update(self, weights: LinearWeights) -> None:
-        self.get_buffer("weight").copy_(weights.weight.values)
-        if self._buffers["bias"] is not None:
-            self.get_buffer("bias").copy_(weights.bias)
+__all__ = ["HalLinearMethod"]
 
 
 class HalLinearMethod(LinearMethodBase):
@@ -103,15 +55,10 @@ class HalLinearMethod(LinearMethodBase):
             FormatError, ShapeError, NoKernelError: names the layer.
         """
         checkpoint = self.config.ready().checkpoint
-        if self.held is not None:
-            raise ShapeError(f"layer {self.prefix}", "its weights were loaded before", "start another engine: reloading is not served")
         bias = self._fused_bias(layer, checkpoint)
         columns = rank_cut(f"{self.prefix}: k", linear_spec(self.planned[0]).k, self.k, layer.tp_rank, layer.tp_size)
         asked = rank_linears(checkpoint, self._parts(layer), columns, self.config.options.numerics, bias)
-        made = prepare_ops(self.config, self.prefix, asked)
-        self.held = HeldLayer(self.prefix, made, (layer.tp_rank, layer.tp_size))
-        self.key = hold(self.config.key, self.held)
-        layer.hal_ops = torch.nn.ModuleList(made)
+        serve(self, layer, (layer.tp_rank, layer.tp_size), asked)
 
     def _parts(self, layer: Any) -> list[RowsPart]:
         rank, degree = layer.tp_rank, layer.tp_size

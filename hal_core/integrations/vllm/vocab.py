@@ -8,10 +8,9 @@ import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from hal_core.errors import FormatError, ShapeError
+from hal_core.errors import FormatError
 from hal_core.integrations.vllm import ops
-from hal_core.integrations.vllm.held import HeldLayer, hold
-from hal_core.integrations.vllm.linear import prepare_ops
+from hal_core.integrations.vllm.layer import serve
 from hal_core.sharding import Cut, RowsPart, rank_embedding, rank_linears
 from hal_core.spec import EmbeddingSpec
 
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from hal_core.integrations.vllm.config import HalConfig
+    from hal_core.integrations.vllm.held import HeldLayer
     from hal_core.kernel import LinearWeights
     from hal_core.plan import PlannedOp
     from hal_core.spec import Spec
@@ -51,8 +51,6 @@ class HalVocabMethod(QuantizeMethodBase):
             FormatError, ShapeError, NoKernelError: names the layer.
         """
         checkpoint, shard, numerics = self.config.ready().checkpoint, layer.shard_indices, self.config.options.numerics
-        if self.held is not None:
-            raise ShapeError(f"layer {self.prefix}", "its weights were loaded before", "start another engine: reloading is not served")
         whole = layer.org_vocab_size
         rows = Cut(shard.org_vocab_start_index, shard.org_vocab_end_index, whole, whole if layer.tp_size == 1 else self.n)
         asked: list[tuple[Spec, LinearWeights]] = []
@@ -60,10 +58,7 @@ class HalVocabMethod(QuantizeMethodBase):
             asked += [rank_embedding(checkpoint, self.planned, rows, numerics)]
         elif rows.size:
             asked += rank_linears(checkpoint, [RowsPart(self.planned, rows)], Cut.all_of(layer.embedding_dim), numerics, None)
-        made = prepare_ops(self.config, self.prefix, asked)
-        self.held = HeldLayer(self.prefix, made, (layer.tp_rank, layer.tp_size), pad=self.n - rows.size)
-        self.key = hold(self.config.key, self.held)
-        layer.hal_ops = torch.nn.ModuleList(made)
+        serve(self, layer, (layer.tp_rank, layer.tp_size), asked, pad=self.n - rows.size)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         y = ops.linear(x, self.key, self.n)
