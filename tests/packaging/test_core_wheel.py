@@ -96,13 +96,24 @@ def test_every_import_is_a_declared_requirement(core_wheel):
     assert undeclared == {}
 
 
-@pytest.mark.parametrize("extra", ["transformers", "dev"])
+@pytest.mark.parametrize("extra", ["transformers", "vllm", "dev"])
 def test_extras_exist(core_wheel, extra):
     assert extra in core_wheel.metadata().get_all("Provides-Extra")
 
 
-def test_command_is_registered(core_wheel):
-    assert "hal = hal_core.cli.start:main" in core_wheel.info("entry_points.txt").decode()
+def test_command_and_plugin_are_registered(core_wheel):
+    registered = core_wheel.info("entry_points.txt").decode()
+    assert "hal = hal_core.cli.start:main" in registered
+    assert "[vllm.general_plugins]\nhal_core = hal_core.integrations.vllm:register" in registered
+
+
+def test_the_plugin_asks_for_the_releases_that_it_serves(core_wheel):
+    from hal_core.integrations.vllm import TESTED, is_tested
+
+    (needed,) = requirements(core_wheel)["vllm"]
+    assert needed.specifier == Requirement(f"vllm>={TESTED[0]},<{TESTED[1]}").specifier
+    served = {"0.32.0": True, "0.32.1.dev3+cpu": True, "0.31.9": False, "0.33.0rc1": False, "1.32": False, "unknown": False}
+    assert {release: is_tested(release) for release in served} == served
 
 
 def test_wheel_holds_no_machine_path(core_wheel, repository):
