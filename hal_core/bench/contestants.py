@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from hal_core.bench.problem import snr_db
+from hal_core.bench.problem import Distance, distance_of
 from hal_core.bench.timer import Sample
 from hal_core.dtypes import torch_dtype
 from hal_core.errors import HalError
@@ -63,8 +63,8 @@ class Contestant(Protocol):
     def run(self, start: int, calls: int) -> list[Sample]:
         """Call it ``calls`` times, each with another copy of the weights and another routing, from number ``start`` on."""
 
-    def snr(self, index: int, truth: Tensor, rows: Tensor) -> float | None:
-        """One more call with routing ``index`` into a poisoned output: its distance from the truth of the rows, in decibels."""
+    def distance(self, index: int, truth: Tensor, rows: Tensor) -> Distance | None:
+        """One more call with routing ``index`` into a poisoned output: how far its rows are from the truth."""
 
     def close(self) -> None:
         """Give back memory and processes."""
@@ -84,10 +84,10 @@ def moved(weights: Any, device: torch.device) -> Any:
 
 
 class KernelContestant:
-    """A registered kernel, called as an engine calls it: prepared ops, fixed inputs and outputs."""
+    """A registered kernel, called as an engine calls it: prepared ops, fixed inputs and outputs. role: ``peer`` for one compared with."""
 
-    def __init__(self, registered: RegisteredKernel, device: torch.device, timer: Timer) -> None:
-        self.registered, self.device, self.timer = registered, device, timer
+    def __init__(self, registered: RegisteredKernel, device: torch.device, timer: Timer, role: str = "kernel") -> None:
+        self.registered, self.device, self.timer, self.role = registered, device, timer, role
         self.name, self.alive = registered.name, True
         self._ops: list[Any] = []
         self._timed: list[Callable[[], Sample]] = []
@@ -98,7 +98,7 @@ class KernelContestant:
         self._ops = [kernel.prepare(spec, moved(problem.weights, self.device)) for _ in range(copies)]
         held = sum(t.numel() * t.element_size() for t in self._ops[0].buffers())
         does = kernel.computes(spec)
-        return About(self.name, "kernel", str(does), numerics_kind(does.activations), held / problem.experts)
+        return About(self.name, self.role, str(does), numerics_kind(does.activations), held / problem.experts)
 
     def serves(self, rows: int) -> str | None:
         """Why it does not serve batches of so many rows; None where it does."""
@@ -139,10 +139,10 @@ class KernelContestant:
         self._out.fill_(float("nan"))
         return self._timed[index % len(self._timed)]()
 
-    def snr(self, index: int, truth: Tensor, rows: Tensor) -> float | None:
+    def distance(self, index: int, truth: Tensor, rows: Tensor) -> Distance | None:
         with torch.inference_mode():
             self._once(index)
-        return snr_db(self._out.to("cpu")[rows], truth)
+        return distance_of(self._out.to("cpu")[rows], truth)
 
     def close(self) -> None:
         self._ops, self._timed = [], []

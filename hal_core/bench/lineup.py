@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from hal_core.bench.run import Plan, measure
 from hal_core.bench.timer import timer_of
 from hal_core.errors import SettingError
 from hal_core.machine import Machine, Version
+from hal_core.policy import PolicyRule
 from hal_core.registry import REFERENCE, default_registry
 from hal_core.testing.bench import torch_device
 from hal_core.version import __version__
@@ -35,6 +37,8 @@ __all__ = ["Options", "bench"]
 _SLOW = "the definition, slow on purpose; --policy require:reference times it"
 #: Of the memory that is free, what copies of weights may take.
 _SHARE = 0.6
+#: Parts of the names of kernels, with globs.
+_IN_NAMES = re.compile(r"[A-Za-z0-9_*?]+\Z")
 #: More copies than this are small enough to be of no use beside each other.
 _MOST_COPIES = 64
 
@@ -65,17 +69,20 @@ def bench(options: Options, progress: Callable[[str], None] = lambda _: None) ->
         SettingError: a peer of that name is not known, or the memory does not suffice.
     """
     chosen, absent = _kernels(options)
-    entries, missing = _peers(options)
-    absent += missing
     device = torch_device(chosen[0].kernel)
+    rivals, others = _rivals(options, device)
+    entries, missing = _peers(options, others)
+    absent += missing
+    chosen = [kernel for kernel in chosen if kernel not in rivals]
     timer = timer_of(device)
     with threads_of(options.threads) as threads, _scratch(bool(entries)) as folder:
         progress("making weights")
         problem = Problem(options.spec, options.plan.seed, outliers=options.outliers)
-        plan = replace(options.plan, copies=_copies(problem, options, len(chosen) + len(entries), device))
+        plan = replace(options.plan, copies=_copies(problem, options, len(chosen) + len(rivals) + len(entries), device))
         peers = [PeerContestant(entry, threads, folder) for entry in entries]
         limits = ceilings_of(device, timer, options.spec.dtype) if options.ceilings else []
-        contestants: list[tuple[str, Contestant]] = [(peer.name, peer) for peer in peers]
+        contestants: list[tuple[str, Contestant]] = [(k.name, KernelContestant(k, device, timer, "peer")) for k in rivals]
+        contestants += [(peer.name, peer) for peer in peers]
         contestants += [(k.name, KernelContestant(k, device, timer)) for k in chosen]
         contestants += [(limit.name, limit) for limit in limits]
         found = measure(problem, contestants, plan, timer, progress)
@@ -103,18 +110,41 @@ def _kernels(options: Options) -> tuple[list[RegisteredKernel], list[Absence]]:
     return [by_name[name] for name in accepted if name not in slow and name not in other], absent
 
 
-def _peers(options: Options) -> tuple[list[Any], list[Absence]]:
-    if not options.against:
+def _rivals(options: Options, device: torch.device) -> tuple[list[RegisteredKernel], tuple[str, ...]]:
+    """The kernels of ``--against`` that accept the spec, by name, backend or glob; and the names that are of no kernel.
+
+    Raises:
+        SettingError: kernels that refuse the spec, or that run on another device than the others.
+    """
+    registered = default_registry().kernels()
+    found: list[RegisteredKernel] = []
+    others: list[str] = []
+    for name in options.against:
+        meant = [k for k in registered if PolicyRule(name).matches(k.name)] if all(map(_IN_NAMES.match, name.split("."))) else []
+        if not meant:
+            others.append(name)
+            continue
+        accepted = {c.kernel for c in candidates(options.spec, policy=f"require:{name}") if c.accepted}
+        able = [k for k in meant if k.name in accepted and torch_device(k.kernel) == device]
+        if not able:
+            fix = f"hal explain --policy require:{name} says why"
+            raise SettingError(f"--against {name}", f"none of its kernels serves {options.spec} on {device}", fix)
+        found += [k for k in able if k not in found]
+    return found, tuple(others)
+
+
+def _peers(options: Options, against: tuple[str, ...]) -> tuple[list[Any], list[Absence]]:
+    if not against:
         return [], []
     folder = find_peers(options.peers)
     if folder is None:
         reason = "no runners here: start hal in a checkout, or give its benchmarks/peers with --peers"
-        return [], [Absence(name, reason) for name in options.against]
+        return [], [Absence(name, reason) for name in against]
     entries = peer_entries(folder)
-    unknown = [name for name in options.against if name not in entries]
+    unknown = [name for name in against if name not in entries]
     if unknown:
         raise SettingError(f"--against {','.join(unknown)}", "no such peer", f"known: {', '.join(entries)}")
-    return [entries[name] for name in options.against], []
+    return [entries[name] for name in against], []
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors.torch import load_file, save_file
 
 from hal_core.bench.contestants import About, ContestantError
-from hal_core.bench.problem import snr_db
+from hal_core.bench.problem import Distance, distance_of
 from hal_core.bench.timer import Sample
 from hal_core.errors import SettingError
 from hal_core.settings import cache_folder
@@ -137,12 +137,12 @@ class PeerContestant:
             disturbed = [None] * calls
         return [Sample(float(s), d if isinstance(d, bool) else None) for s, d in zip(seconds, disturbed, strict=True)]
 
-    def snr(self, index: int, truth: Tensor, rows: Tensor) -> float | None:
+    def distance(self, index: int, truth: Tensor, rows: Tensor) -> Distance | None:
         target = self.folder / f"{self.name}.out.safetensors"
         self._part(self._ask({"do": "output", "index": index, "to": str(target)}, _ANSWER), "written", bool)
         try:
             y = load_file(target)["y"]
-            return snr_db(y[rows], truth)
+            return distance_of(y[rows], truth)
         except Exception as error:  # the file is the runner's word, and may hold anything
             raise self._fault(f"wrote an output that cannot be read: {type(error).__name__}: {error}") from error
         finally:

@@ -16,7 +16,7 @@ from hal_core.bench.timer import Sample
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hal_core.bench.problem import Batch, Problem
+    from hal_core.bench.problem import Batch, Distance, Problem
     from hal_core.bench.timer import Timer
 
 __all__ = ["ProbeContestant", "ceilings_of"]
@@ -65,7 +65,7 @@ class ProbeContestant:
             samples.append(self._timed())
         return samples
 
-    def snr(self, index: int, truth: Tensor, rows: Tensor) -> float | None:
+    def distance(self, index: int, truth: Tensor, rows: Tensor) -> Distance | None:
         return None
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ from hal_core.testing.data import random_weight
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Batch", "Problem", "quantized", "snr_db"]
+__all__ = ["Batch", "Distance", "Problem", "distance_of", "quantized", "snr_db"]
 
 #: Experts of different content; more would only make the start slower.
 _PROTOTYPES = 16
@@ -202,6 +202,24 @@ def snr_db(result: Tensor, truth: Tensor) -> float | None:
     if not bool(torch.isfinite(error)) or float(error) == 0.0:
         return None
     return float(20 * torch.log10(truth.double().norm() / error))
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far a result is from the truth. largest: the largest error of an element over the largest magnitude of the truth."""
+
+    snr_db: float | None
+    cosine: float
+    largest: float
+
+
+def distance_of(result: Tensor, truth: Tensor) -> Distance | None:
+    """None where the result is not finite."""
+    wide, right = result.double().flatten(), truth.double().flatten()
+    if not bool(torch.isfinite(wide).all()):
+        return None
+    cosine = float(torch.dot(wide, right) / (wide.norm() * right.norm()).clamp(min=1e-300))
+    return Distance(snr_db(result, truth), cosine, float((wide - right).abs().max() / right.abs().max().clamp(min=1e-300)))
 
 
 @contextmanager

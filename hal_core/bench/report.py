@@ -47,7 +47,8 @@ class Ceiling:
 class Row:
     """One contestant at one batch size.
 
-    seconds: of one call. snr_db: against the fp32 reference; None where the result is not finite, or equal bit for bit.
+    seconds: of one call. snr_db: against the fp32 reference; None where the result is not finite, or equal bit for bit. cosine of the
+    two; largest_error: of an element, over the largest magnitude of the reference; both None where the result is not finite.
     experts_hit: distinct experts of a call, on average. bytes_read: packed bytes of their weights. of_read: bytes over time over the
     read ceiling. operations: of the products. of_peak: operations over time over the highest ceiling of the kind it multiplies with.
     times_first_peer, times_best_peer: the peer's median time over this one's, so more than 1 is faster than the peer.
@@ -70,6 +71,8 @@ class Row:
     of_peak: float | None
     times_first_peer: float | None = None
     times_best_peer: float | None = None
+    cosine: float | None = None
+    largest_error: float | None = None
 
 
 @dataclass(frozen=True)

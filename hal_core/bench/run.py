@@ -13,7 +13,7 @@ from hal_core.bench.report import Absence, Ceiling, Row, Spread, rate_of, spread
 from hal_core.errors import HalError
 
 if TYPE_CHECKING:
-    from hal_core.bench.problem import Batch, Problem
+    from hal_core.bench.problem import Batch, Distance, Problem
     from hal_core.bench.timer import Sample, Timer
 
 __all__ = ["Measured", "Plan", "measure"]
@@ -124,17 +124,18 @@ class _Run:
                 self.ceilings.append(Ceiling(batch.rows, about.name, about.kind, rate_of(seconds, about.weight_bytes)))
                 continue
             assert truth is not None  # computed above
-            for distance in self._try(entrant, batch.rows, partial(entrant.contestant.snr, 0, truth, checked)):
+            for distance in self._try(entrant, batch.rows, partial(entrant.contestant.distance, 0, truth, checked)):
                 self.rows.append(self._row(batch, about, seconds, distance))
 
-    def _row(self, batch: Batch, about: About, seconds: Spread, distance: float | None) -> Row:
+    def _row(self, batch: Batch, about: About, seconds: Spread, distance: Distance | None) -> Row:
         problem = self.problem
         hit = sum(batch.experts_hit(index) for index in range(batch.pool)) / batch.pool
         read, work = hit * about.weight_bytes, problem.flops(batch.rows)
         bits = about.weight_bytes * 8 * problem.experts / problem.parameters
         return Row(
-            batch.rows, about.name, about.role, about.numerics, about.kind, seconds, distance, bits, hit, read,
-            read / seconds.median / 1e9, None, work, work / seconds.median / 1e12, None,
+            batch.rows, about.name, about.role, about.numerics, about.kind, seconds, None if distance is None else distance.snr_db, bits,
+            hit, read, read / seconds.median / 1e9, None, work, work / seconds.median / 1e12, None,
+            cosine=None if distance is None else distance.cosine, largest_error=None if distance is None else distance.largest,
         )  # fmt: skip
 
 

@@ -69,7 +69,7 @@ def _table(report: Report, m: int) -> Table:
     table = Table(title=f"M = {m}", title_justify="left")
     rows = [row for row in report.rows if row.m == m]
     peers = any(row.role == "peer" for row in rows)
-    headers = ["contestant", "computes", "ms", "least", "quartiles", "SNR", "bits", "rate", "of limit"]
+    headers = ["contestant", "computes", "ms", "least", "quartiles", "SNR", "cosine", "max error", "bits", "rate", "of limit"]
     headers += ["x first peer", "x best peer"] if peers else []
     for header in headers:
         table.add_column(header, overflow="fold", justify="left" if header in headers[:2] else "right")
@@ -94,7 +94,8 @@ def _cells(row: Row, memory: bool, peers: bool) -> list[str]:
     share = row.of_read if memory else row.of_peak
     cells = [
         row.name, row.numerics.partition(",deterministic")[0], _ms(s.median), _ms(s.least), f"{_ms(s.lower)}-{_ms(s.upper)}",
-        "-" if row.snr_db is None else f"{row.snr_db:.1f} dB", f"{row.bits_per_weight:.2f}", rate,
+        "-" if row.snr_db is None else f"{row.snr_db:.1f} dB", "-" if row.cosine is None else f"{row.cosine:.5f}",
+        "-" if row.largest_error is None else f"{row.largest_error:.2g}", f"{row.bits_per_weight:.2f}", rate,
         "-" if share is None else f"{share:.0%} of {'reading' if memory else row.kind}",
     ]  # fmt: skip
     ratios = (row.times_first_peer, row.times_best_peer)

