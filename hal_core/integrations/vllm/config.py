@@ -25,6 +25,7 @@ from hal_core.integrations.vllm.linear import HalLinearMethod
 from hal_core.integrations.vllm.options import HalOptions
 from hal_core.integrations.vllm.served import ServedCheckpoint, fused_parts
 from hal_core.integrations.vllm.vocab import HalTiedHeadMethod, HalVocabMethod
+from hal_core.memory import Trimmer
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
@@ -52,6 +53,7 @@ class HalConfig(QuantizationConfig):
         self.served: ServedCheckpoint | None = None
         self.key = ""
         self.options = HalOptions()
+        self.trimmer = Trimmer()
         self._mapper: WeightsMapper | None = None
         self._checked = False
 

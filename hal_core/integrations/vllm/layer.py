@@ -57,6 +57,7 @@ def serve(
     method.held = HeldLayer(method.prefix, made, rank, notes, pad, expert_map)
     method.key = hold(method.config.key, method.held)
     layer.hal_ops = torch.nn.ModuleList(made)
+    method.config.trimmer.passed(sum(buffer.nbytes for buffer in layer.hal_ops.buffers()))
 
 
 def _prepared(method: Method, spec: Spec, weights: LinearWeights | MoEWeights) -> Op:
