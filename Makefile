@@ -33,6 +33,7 @@ WHEELS := $(patsubst backend_%/pyproject.toml,$(STAMPS)/%-wheel,$(wildcard backe
 CUDA_VENV := build/venv-cuda
 # Of its own: Intel's runtime is large, and its libraries are its own.
 XPU_VENV := build/venv-xpu
+XPU_LIBRARIES := vllm-xpu-kernels==0.1.16.2 auto-round-lib==0.16.0
 # What importing the providers takes; their own metadata asks for CUDA's whole toolkit. The newer FlashInfer lies beside the older one.
 PROVIDER_NEEDS := apache-tvm-ffi click cuda-bindings einops filelock jinja2 ninja nvidia-ml-py requests tabulate tqdm
 FLASHINFER_NEXT := flashinfer-python==0.7.2.post1
@@ -80,7 +81,7 @@ test-vllm: $(VLLM_VENV)/installed  ## the plugin inside vLLM: golden checkpoints
 	VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_KVCACHE_SPACE=1 VLLM_HOST_IP=127.0.0.1 VLLM_LOGGING_LEVEL=WARNING \
 		$(VLLM_VENV)/bin/pytest -m "not slow" tests/vllm $(PYTEST_ARGS)
 
-test-xpu: $(XPU_VENV)/installed  ## the XPU backend without an Intel GPU: kernels compiled and run on the processor, instructions checked offline
+test-xpu: $(XPU_VENV)/installed $(XPU_VENV)/libraries  ## the XPU backend without an Intel GPU: kernels compiled and run on the processor, instructions checked offline
 	HAL_CACHE_DIR=$(CURDIR)/build/xpu-cache $(XPU_VENV)/bin/pytest -m "not slow" tests/xpu $(PYTEST_ARGS)
 
 lint: $(STAMPS)/dev  ## ruff over the whole repository, mypy --strict over hal_core, actionlint over the workflows
@@ -186,6 +187,12 @@ $(CUDA_VENV)/rocm: $(STAMPS)/rocm-wheel $(CUDA_VENV)/installed
 $(CUDA_VENV)/older: Makefile | $(CUDA_VENV)/deps
 	rm -rf $(CUDA_VENV)/older-triton
 	$(CUDA_VENV)/bin/python -m pip --no-input install -q --no-deps --target $(CUDA_VENV)/older-triton $(OLDER_TRITON)
+	@touch $@
+
+# Read by tests and never installed: they are built for a torch with XPU support.
+$(XPU_VENV)/libraries: Makefile | $(XPU_VENV)/deps
+	$(XPU_VENV)/bin/python -m pip --no-input download -q --no-deps --only-binary :all: --python-version 3.12 -d build/xpu-wheels $(XPU_LIBRARIES) \
+		|| echo "$(XPU_LIBRARIES) cannot be had here: their tests are skipped"
 	@touch $@
 
 $(CUDA_VENV)/aiter: Makefile | $(CUDA_VENV)/deps
