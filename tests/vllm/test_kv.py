@@ -60,6 +60,12 @@ def through_our_cache(model, scheme, prompt, tokens):
     return torch.stack(rows)
 
 
+def stacked(model, prompts, answers):
+    """Logits of all answers, and those of float32 without quantization for the same tokens."""
+    wanted = [through_our_cache(model, None, prompt, answer.tokens) for prompt, answer in zip(prompts, answers, strict=True)]
+    return torch.cat([answer.logits for answer in answers]), torch.cat(wanted)
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_however_the_scheduler_cuts_and_shares_the_numbers_are_those_of_our_own_cache(model, prompts, scheme):
     # 64 tokens a step: a prompt of 300 comes in five chunks, with decoding requests between
@@ -78,6 +84,16 @@ def test_however_the_scheduler_cuts_and_shares_the_numbers_are_those_of_our_own_
     print(f"{scheme}: {relative(found, wanted):.2e} from our cache, {relative(found, exact):.2e} from no quantization")
     assert relative(found, wanted) < SCHEMES[scheme]
     assert relative(found, exact) > 1.5 * relative(found, wanted)  # pages are quantized, and by this scheme
+
+
+def test_bf16_models_have_integer_products_of_the_same_codes(model, prompts):
+    with engine(model, hal={"kv_cache": "int8:token", "policy": "require:kv=cpu"}, dtype="bfloat16", block_size=32) as llm:
+        found = ask(llm, prompts)
+    with engine(model, dtype="bfloat16") as llm:
+        own = ask(llm, prompts)
+    error, owns = (relative(*stacked(model, prompts, answers)) for answers in (found, own))
+    print(f"bf16: {error:.2e} from no quantization over int8:token pages, {owns:.2e} over vLLM's own")
+    assert error < 2 * owns + 0.1
 
 
 def test_requests_that_lost_their_pages_go_on_as_if_nothing_had_happened(model):
