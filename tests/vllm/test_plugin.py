@@ -2,7 +2,6 @@
 
 import json
 import logging
-import shutil
 
 import gguf_files
 import pytest
@@ -143,12 +142,11 @@ def test_a_gguf_file_is_served_through_our_load_format(tmp_path):
     assert torch.equal(found.argmax(-1), wanted.argmax(-1))
 
 
-def test_another_release_of_vllm_is_refused_with_its_number(checkpoint, monkeypatch):
+def test_another_release_of_vllm_disturbs_only_those_who_ask_for_us(monkeypatch):
     import vllm
 
     from hal_core.integrations import vllm as plugin
 
-    shutil.rmtree(checkpoint, ignore_errors=True)
     monkeypatch.setattr(vllm, "__version__", "0.33.1")
     try:
         plugin.register()
