@@ -213,6 +213,7 @@ def test_a_compiled_model_reads_the_same_pages(model, prompts):
         assert relative(other.logits, each.logits) < 5e-3
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_two_ranks_share_the_heads(tmp_path, model, prompts):
     with engine(model, hal={"kv_cache": "turboquant:4"}, block_size=32) as llm:
