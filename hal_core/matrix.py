@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["MatrixRow", "coverage_of", "matrix_of", "narrowed", "vendor_row", "with_results"]
 
+#: Checks that compare results with the truth.
+_WITH_NUMBERS = ("accuracy", "effects")
 #: Reasons that say that a kernel is not for an architecture; all others can be changed by its user.
 _ARCHITECTURE = ("device.arch", "device.isa", "device.missing")
 
@@ -114,7 +116,7 @@ def with_results(coverage: Coverage, row: BackendRow, results: JsonValue) -> Cov
         backend, _, kernel = str(each.get("kernel") if isinstance(each, dict) else "").partition(".")
         if backend == row.name and each.get("status") in ("failed", "stale expectation"):
             failed.add(kernel)
-        elif backend == row.name and (each.get("check"), each.get("status")) == ("accuracy", "passed"):
+        elif backend == row.name and each.get("check") in _WITH_NUMBERS and each.get("status") == "passed":
             passed.add(kernel)
     here = _architectures_of(machine, row, coverage)
     if not (passed | failed) or not here:

@@ -11,7 +11,7 @@ from hal_core.manifest import FILE_NAME, BackendManifest
 
 VENDORS = sorted(path.parent.name.removeprefix("backend_") for path in Path(__file__).parents[2].glob("backend_*/pyproject.toml"))
 NATIVE = ("cpu", "xpu")
-EXTRAS = {"cpu": set(), "cuda": {"flashinfer", "humming"}, "rocm": {"aiter"}, "xpu": {"runtime"}}
+EXTRAS = {"cpu": set(), "cuda": {"flashinfer", "humming"}, "rocm": {"aiter"}, "xpu": {"ark", "runtime", "vllm"}}
 
 
 @pytest.fixture(params=VENDORS)
