@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -99,7 +100,11 @@ class GraphTimer(EventTimer):
         graph = self._module.CUDAGraph()
         with self._module.graph(graph):
             call()
-        return lambda: self._between(graph.replay)
+        return partial(self._replayed, graph, call)
+
+    def _replayed(self, graph: Any, call: Callable[[], object]) -> Sample:
+        """``call`` is here only to be kept: a graph does not keep the tensors that it reads."""
+        return self._between(graph.replay)
 
 
 def timer_of(device: torch.device) -> Timer:

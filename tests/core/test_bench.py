@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import math
+import types
+import weakref
 
 import pytest
 import torch
@@ -14,7 +18,7 @@ from hal_core.bench.problem import Distance, Problem, distance_of, quantized, sn
 from hal_core.bench.report import SCHEMA, Report, rate_of, spread_of
 from hal_core.bench.run import Plan, measure
 from hal_core.bench.shapes import EXPERTS, experts_shape, matrix_shape, parse_rows
-from hal_core.bench.timer import Sample, WallTimer, timer_of
+from hal_core.bench.timer import GraphTimer, Sample, WallTimer, timer_of
 from hal_core.cli.main import app_main
 from hal_core.errors import SettingError
 from hal_core.numerics import Numerics
@@ -362,3 +366,21 @@ def test_kernels_are_compared_with_by_name_and_are_the_peer_of_ratios(hal):
     code, _, err = hal("bench", "linear", "--shape", "48,64", "--m", "1", "--policy", "require:reference", "--against", "reference.moe")
     assert code != 0
     assert "none of its kernels serves" in err
+
+
+def test_a_captured_graph_keeps_the_tensors_that_it_reads():
+    stream = types.SimpleNamespace(wait_stream=lambda _: None)
+    timer = GraphTimer.__new__(GraphTimer)
+    timer._module = types.SimpleNamespace(
+        Stream=lambda: stream, current_stream=lambda: stream, stream=contextlib.nullcontext, graph=contextlib.nullcontext,
+        CUDAGraph=lambda: types.SimpleNamespace(replay=lambda: None),
+    )  # fmt: skip
+    tensor = torch.ones(3)
+    held = weakref.ref(tensor)
+    bound = timer.bind(lambda tensor=tensor: tensor.sum())
+    del tensor
+    gc.collect()
+    assert held() is not None
+    del bound
+    gc.collect()
+    assert held() is None
