@@ -334,11 +334,6 @@ def tables(wanted: list[str]) -> dict:
         sets = [float_experts() for _ in range(2)]
         out["moe_bf16"] = {m: round(whole_us(sets, m), 2) for m in MOE_ROWS}
         out["grouped_mm"] = {m: round(grouped_mm_us(m), 2) for m in MOE_ROWS}
-        paths = {"tiles": float("inf"), "grouped": 0.0}
-        out["bf16_paths"] = {
-            m: {n: switched_us(sets, m, "_GROUPED_ROWS", v) for n, v in paths.items()} for m in (256, 512, 1024, 2048, 4096, 8192)
-        }
-        print("bf16 by path", out["bf16_paths"], flush=True)
         print("bf16 experts", out["moe_bf16"], "grouped_mm", out["grouped_mm"], flush=True)
     if "fp8" in wanted:
         for name in ("blocks", "rows"):

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BF16",
     "BLOCKS",
+    "BOUND",
     "FP8_BOUND",
     "FP8_EXPERTS_BOUND",
     "FP8_GROUPS",
