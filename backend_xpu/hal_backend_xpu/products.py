@@ -92,7 +92,7 @@ class _Call:
         header = f"grouped_{kind.partition('_')[2]}.hpp"
         defines = ("-DHAL_FP16",) if element == "fp16" else ()
         kernel = self.here.kernel(header, f"{kind}_{rung}", element, defines)
-        groups = max(1, min(-(-tiles // _SUB_GROUPS), self.here.facts.units * tuning(engine.name).per_unit))
+        groups = max(1, min(-(-tiles // _SUB_GROUPS), self.here.facts.units * tuning(engine).per_unit))
         self.here.launch(kernel, (1, 1, groups), (1, 1, _SUB_GROUPS * engine.sub_group), arguments)
 
     def row_by_row(self, x: Tensor, top_k: int, count: int, slot_expert: Tensor | None, weights: Tensor | None, gate: tuple[Any, ...],
@@ -118,7 +118,7 @@ def linear(x: Tensor, weight: Int4View, out: Tensor, engine: str | None = None) 
         return out
     call = _Call(x.device, engine)
     element = _ELEMENTS[x.dtype]
-    if count <= tuning(call.here.engine(element).name).decode_rows:
+    if count <= tuning(call.here.engine(element)).decode_rows:
         rows = x if weight.perm is None else call.gathered(x, None, 1, weight.perm, None, None, count)[0]
         call.row_by_row(rows, 1, count, None, None, NO_GATE, weight, out, _PLAIN)
     else:
@@ -144,7 +144,8 @@ def experts(
     call.held += [weights, *(() if mapping is None else (mapping,))]
     given, left = (weights, None) if block.router_on_input else (None, weights)
     shared = (ids, int(ids.dtype == torch.int64), mapping, flag, slots, block.num_experts, block.local, top_k)
-    decode = slots <= tuning(call.here.engine(_ELEMENTS[x.dtype]).name).decode_slots
+    tuned = tuning(call.here.engine("int8" if block.rescaled else _ELEMENTS[x.dtype]))
+    decode = slots <= (tuned.int8_slots if block.rescaled else tuned.decode_slots)
     made = None if decode or not block.rescaled else CACHE.get(block.sources, lambda: int8_weights(block))
     places = call.scratch(slots, dtype=torch.int32)
     if decode:
