@@ -8,6 +8,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,29 +32,57 @@ except native.NativeError as error:  # the host's device cannot link GPU builtin
 """
 
 
-def kernels_in(header: str) -> dict[str, tuple[str, ...]]:
-    """Kernels that a header defines, with the further arguments of the macro that makes each."""
-    text = re.sub(r"\\\n", " ", (KERNELS / header).read_text())
-    text = re.sub(r"^#define.*$", "", text, flags=re.MULTILINE)
-    plain = re.findall(r"^HAL_KERNEL void (\w+)\(", text, re.MULTILINE)
-    made = re.findall(r"^HAL_[A-Z0-9_]+\((\w+)((?:, *[\w:]+)*)\)", text, re.MULTILINE)
-    return {**dict.fromkeys(plain, ()), **{name: tuple(re.findall(r"[\w:]+", more)) for name, more in made}}
+def kernels_in(header: str) -> dict[str, int]:
+    """Kernels that a header defines for tiles of 8 rows, with the products in one step of each one's loop; 0 where it has none."""
+    text = _joined(header)
+    found = dict.fromkeys(re.findall(r"^HAL_KERNEL void (\w+)\(", text, re.MULTILINE), 0)
+    # the last of two definitions is that for 8 rows
+    for name, rm, rn in re.findall(r"^HAL_NARROW\((\w+), (\d), (\d), \d\)", text, re.MULTILINE):
+        found[name] = int(rm) * int(rn)
+    ladder = _joined("grouped.hpp").rpartition("#define HAL_LADDER(MAKE, NAME, GATED)")[2].partition("#endif")[0]
+    for name, gated in re.findall(r"^HAL_LADDER\(\w+, (\w+), ([01])\)", text, re.MULTILINE):
+        for rung, rm, rn in re.findall(r"MAKE\(NAME##(_\d), ([^,]+), ([^,]+), GATED\)", ladder):
+            tiles = [eval(words, {"GATED": int(gated)}) for words in (rm, rn)]
+            found[name + rung] = tiles[0] * tiles[1] * (1 + int(gated))
+    return found
+
+
+def _joined(header: str) -> str:
+    return re.sub(r"\\\n", " ", (KERNELS / header).read_text())
 
 
 def spirv(header: str, engine: str, lanes: int, folder: Path) -> tuple[bytes, ...]:
-    """The images of a header in an engine of ``lanes`` columns: the compiler parts kernels that need different features of a device."""
-    environment = {
-        **os.environ,
-        "SYCL_DUMP_IMAGES": "1",
-        "SYCL_DUMP_IMAGES_PREFIX": f"{folder}/{engine}{lanes}_",
-        "HAL_CACHE_DIR": str(folder),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", _DUMP, header, engine, str(lanes)], env=environment, capture_output=True, text=True, check=False, timeout=200
-    )
-    images = sorted(folder.glob(f"{engine}{lanes}_*.spv"))
-    assert images, f"{header} does not compile for {engine}: {done.stdout}{done.stderr}"
-    return tuple(image.read_bytes() for image in images)
+    """The images of a header in an engine of ``lanes`` columns: the compiler parts kernels that need different features of a device.
+
+    The process ends when they are written: what the host's device would make of them takes longer, and is not looked at.
+    """
+    dump = {"SYCL_DUMP_IMAGES": "1", "SYCL_DUMP_IMAGES_PREFIX": f"{folder}/{engine}{lanes}_", "HAL_CACHE_DIR": str(folder)}
+    log = folder / "log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _DUMP, header, engine, str(lanes)], env={**os.environ, **dump}, stdout=output, stderr=output
+        )
+        try:
+            images = _written(process, folder, f"{engine}{lanes}_*.spv")
+        finally:
+            process.kill()
+            process.wait()
+    assert images, f"{header} does not compile for {engine}: {log.read_text()}"
+    return images
+
+
+def _written(process: subprocess.Popen, folder: Path, pattern: str) -> tuple[bytes, ...]:
+    """The files, once they have not changed for two seconds, or the process has ended."""
+    before, since, start = None, time.monotonic(), time.monotonic()
+    while time.monotonic() - start < 240:
+        ended = process.poll() is not None
+        now = {path: path.stat().st_size for path in sorted(folder.glob(pattern))}
+        if now != before:
+            before, since = now, time.monotonic()
+        if ended or (now and time.monotonic() - since > 2):
+            return tuple(path.read_bytes() for path in now)
+        time.sleep(0.1)
+    return ()
 
 
 def cooperative_products(images: tuple[bytes, ...]) -> dict[str, int]:

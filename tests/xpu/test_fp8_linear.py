@@ -18,6 +18,7 @@ from hal_core.spec import LinearSpec
 from hal_core.testing import truth
 from hal_core.testing.data import random_input, random_weight
 
+pytestmark = pytest.mark.usefixtures("sycl_device")
 CPU = torch.device("cpu")
 INT8 = Numerics((ActivationQuant("int8", "token"),))
 

@@ -11,6 +11,7 @@ from hal_core.kv.scheme import KVScheme
 from hal_core.reference.kv import ReferenceKVOp
 from hal_core.spec import KVCacheSpec
 
+pytestmark = pytest.mark.usefixtures("sycl_device")
 PAGES, SIZE = 9, 32
 SCHEMES = ("bf16", "fp8", "fp8:head", "int8", "int8:token", "turboquant:4", "turboquant:3:raw", "turboquant:1", "turboquant:8")
 
