@@ -47,6 +47,7 @@ class Backend(Protocol):
     def kernels(self) -> Iterable[Kernel[Any]]:
         """One instance of each kernel; cheap, called once."""
 
+    # Optional: ``remarks(machine) -> Iterable[str]``, what a user should know of this machine; ``hal probe`` shows it.
     # Optional: ``unpackers() -> Iterable[hal_core.formats.unpack.Unpacker]``, ops that read checkpoints faster than torch does.
 
 

@@ -50,8 +50,8 @@ class Probe:
         for row in self.backends:
             kernels = ", ".join(name.partition(".")[2] for name in row.kernels) or ("no kernels" if row.loaded else "")
             lines.append(f"  {row.name:{width}}  {row.status:9}  {row.distribution} {row.version}  {kernels}".rstrip())
-            remark = "" if row.manifest is None else row.manifest.tested
-            lines += [f"  {'':{width}}  {remark}"] * bool(remark) + [f"  {'':{width}}  {reason}" for reason in row.refusals]
+            tested = "" if row.manifest is None else row.manifest.tested
+            lines += [f"  {'':{width}}  {line}" for line in (*[tested] * bool(tested), *row.remarks, *map(str, row.refusals))]
         lines += [f"tried: {trial}" for trial in self.trials]
         lines += [f"hint: {hint}" for hint in self.hints]
         return "\n".join(lines)
@@ -97,7 +97,7 @@ def rows_elsewhere(machine: Machine, rows: Sequence[BackendRow], kernels: Sequen
         if not row.loaded:
             out.append(row)
         elif reasons:
-            out.append(replace(row, status="refused", refusals=reasons))
+            out.append(replace(row, status="refused", refusals=reasons, remarks=()))
         else:
             served = {kind for k in kernels if k.backend == row.name for kind in k.kernel.devices}
             here = {device.kind for device in machine.devices}
@@ -105,5 +105,5 @@ def rows_elsewhere(machine: Machine, rows: Sequence[BackendRow], kernels: Sequen
                 "backend.device", f"a {' or '.join(sorted(served))} device", f"devices: {', '.join(sorted(here))}", "choose another box"
             )
             ready = bool(served & {*here, "any"})
-            out.append(replace(row, status="ready" if ready else "no_device", refusals=() if ready else (missing,)))
+            out.append(replace(row, status="ready" if ready else "no_device", refusals=() if ready else (missing,), remarks=()))
     return tuple(out)

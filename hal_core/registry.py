@@ -40,7 +40,7 @@ class BackendRow:
 
     status: ``ready``; ``no_device`` (loaded, and this machine has no device for it); ``refused`` (by its manifest, not
     imported); ``failed`` (raised, or registered something invalid); ``crashed`` (in a process of its own, not imported
-    here). kernels: full names.
+    here). kernels: full names. remarks: what the backend says of this machine, e.g. with which units it multiplies.
     """
 
     name: str
@@ -50,6 +50,7 @@ class BackendRow:
     refusals: tuple[Refusal, ...] = ()
     manifest: BackendManifest | None = None
     kernels: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
 
     @property
     def loaded(self) -> bool:
@@ -287,6 +288,7 @@ def _guarded(load: Callable[[], Any], owner: _Owner, manifest: BackendManifest |
         unpackers, problems = ((), ()) if refusals else checked_unpackers(backend)
         refusals += tuple(_invalid(owner, problem) for problem in problems)
         devices = () if refusals else tuple(backend.devices(machine))
+        remarks = _remarks(backend, machine)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001 - a plugin may raise anything
@@ -299,8 +301,13 @@ def _guarded(load: Callable[[], Any], owner: _Owner, manifest: BackendManifest |
     readers = tuple(RegisteredUnpacker(f"{owner.name}.{each.name}", each) for each in unpackers)
     names = tuple(sorted(k.name for k in registered))
     status, reasons = ("ready", ()) if devices else ("no_device", (_no_device(owner, machine),))
-    row = BackendRow(owner.name, owner.distribution, owner.version, status, reasons, backend.manifest, names)
+    row = BackendRow(owner.name, owner.distribution, owner.version, status, reasons, backend.manifest, names, remarks)
     return _Found(row, registered, readers)
+
+
+def _remarks(backend: Any, machine: Machine) -> tuple[str, ...]:
+    say = getattr(backend, "remarks", None)
+    return tuple(str(line)[:300] for line in say(machine)) if callable(say) else ()
 
 
 def _invalid(owner: _Owner, problem: str) -> Refusal:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hal_backend_xpu import fp8_kernels, kernels, kv_kernels
 from hal_backend_xpu.declared import on_host
+from hal_backend_xpu.engine import expected
 from hal_backend_xpu.providers import kernels as provided
 from hal_core import settings
 from hal_core.manifest import FILE_NAME, BackendManifest
@@ -30,6 +31,9 @@ class XpuBackend:
     def devices(self, machine: Machine) -> tuple[Device, ...]:
         kind = settings.xpu_device() or "xpu"
         return tuple(device for device in machine.devices if device.kind == kind)
+
+    def remarks(self, machine: Machine) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(expected(device, machine) for device in self.devices(machine)))
 
     def kernels(self) -> tuple[Kernel[Any], ...]:
         if settings.xpu_device() == "cpu":

@@ -31,6 +31,10 @@ class OnXpu:
     def by_name_only(self, spec: Any, machine: Machine) -> bool:
         return "xpu" not in self.devices or not any(device.kind == "xpu" for device in machine.devices)
 
+    def lacks(self, machine: Machine) -> tuple[Refusal, ...]:
+        needed = ("intel-sycl-rt",) if "xpu" in self.devices else ("intel-sycl-rt", "intel-opencl-rt")
+        return tuple(reason for name in needed for reason in package_refusals(machine, name, _VERSIONS, _INSTALL))
+
     def _device_refusals(self, machine: Machine) -> tuple[Refusal, ...]:
         runtime = package_refusals(machine, "intel-sycl-rt", _VERSIONS, _INSTALL)
         opencl = package_refusals(machine, "intel-opencl-rt", _VERSIONS, _INSTALL)

@@ -9,8 +9,9 @@ from hal_core.errors import SettingError
 
 if TYPE_CHECKING:
     from hal_backend_xpu.native import DeviceFacts, Matrix
+    from hal_core.machine import Device, Machine
 
-__all__ = ["ELEMENTS", "ENGINES", "Engine", "choose"]
+__all__ = ["ELEMENTS", "ENGINES", "Engine", "choose", "expected"]
 
 #: By the number that the headers know it under.
 ENGINES = ("emulation", "dpas", "joint_matrix")
@@ -71,3 +72,12 @@ def _tile(matrix: Matrix, element: str) -> Engine | None:
     if matrix.n in (8, 16) and matrix.k * size == 32 and matrix.m in (0, 8) and (matrix.m or matrix.max_m >= 8):  # XMX
         return Engine("joint_matrix", matrix.n, 8, 32)
     return None
+
+
+def expected(device: Device, machine: Machine) -> str:
+    """What ``choose`` will find, told by facts that need no runtime: a sentence for ``hal probe``."""
+    if device.kind == "xpu":
+        return f"{device.architecture} multiplies by {Engine('joint_matrix', 8 if device.architecture == 'dg2' else 16)}"
+    if {"amx_int8", "amx_bf16"} <= set(machine.isa):
+        return f"the processor multiplies int8 and bf16 by {Engine('joint_matrix', 16, 16, 64)}, on AMX; fp16 is emulated"
+    return f"the processor has no AMX: products are emulated ({Engine('emulation')})"

@@ -77,8 +77,8 @@ def _print(found: Probe) -> None:
     for row in found.backends:
         style = "green" if not row.refusals else "red"
         detail = "\n".join(map(str, row.refusals)) or ", ".join(kernel.partition(".")[2] for kernel in row.kernels)
-        remark = row.manifest.tested if row.manifest is not None else ""
-        status = Text(row.status, style=style).append(f"\n{remark}" if remark else "", style="yellow")
+        remarks = [row.manifest.tested] if row.manifest is not None and row.manifest.tested else []
+        status = Text(row.status, style=style).append("".join(f"\n{line}" for line in (*remarks, *row.remarks)), style="yellow")
         backends.add_row(row.name, f"{row.distribution} {row.version}", status, Text(detail))
     out.print(backends)
     _print_trials(found)

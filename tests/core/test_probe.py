@@ -10,7 +10,7 @@ from core.fakes import MACHINE, manifest, registered, row
 import hal_core as hal
 from hal_core.machine import Denied, Device, Version
 from hal_core.manifest import BackendManifest
-from hal_core.probe import Probe, probe_from
+from hal_core.probe import Probe, probe_from, rows_elsewhere
 from hal_core.refusal import Refusal
 
 BROKEN = Refusal("backend.torch", "torch==2.8.*", "torch 2.13.0", 'pip install "torch==2.8.*"')
@@ -40,6 +40,12 @@ def test_a_backend_that_never_ran_says_so():
     lines = [line.strip() for line in str(probe).splitlines()]
     assert lines[lines.index("compiled, never run") - 1].startswith("rocm ")
     assert Probe.from_json(probe.dumps()) == probe
+
+
+def test_what_a_backend_says_of_this_machine_is_shown_and_of_another_is_not():
+    here = replace(row("cpu", "cpu.int4"), remarks=("multiplies by tiles of 8x16",))
+    assert "multiplies by tiles of 8x16" in str(probe_from(MACHINE, (here,)))
+    assert rows_elsewhere(MACHINE, (here,), (registered("cpu.int4"),))[0].remarks == ()
 
 
 def test_what_kernels_call_and_do_not_find_is_a_hint():
