@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from hal_backend_xpu import native
 
+pytestmark = pytest.mark.usefixtures("sycl_device")
+
 TRAITS = "sycl/ext/oneapi/experimental/free_function_traits.hpp"
 
 

@@ -15,7 +15,7 @@ for _runtime in ("intel-sycl-rt", "intel-opencl-rt"):
         pytest.skip(f"{_runtime} is not installed; `make test-xpu` brings it", allow_module_level=True)
 
 #: Of each check and kernel.
-EACH = {"accuracy": 24, "refusals": 40, "rows": 8, "routing": 24, "layout": 8, "effects": 12}
+EACH = {"accuracy": 12, "refusals": 20, "rows": 6, "routing": 16, "layout": 4, "effects": 12}
 
 
 class TestXpuKernels(BackendConformance):

@@ -13,6 +13,8 @@ from hal_core.machine import Machine
 from hal_core.spec import LinearSpec
 from hal_core.testing import truth
 
+pytestmark = pytest.mark.usefixtures("sycl_device")
+
 #: Both group orders, and a zero point stored less one.
 NAMES = ("ar_sym_int4_g32_moe", "gptq_v1_descact_int4_g32")
 

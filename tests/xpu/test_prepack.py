@@ -22,6 +22,8 @@ from hal_core.schemes import Granularity, WeightScheme, ZeroKind
 from hal_core.spec import MoESpec
 from hal_core.testing.data import random_weight
 
+pytestmark = pytest.mark.usefixtures("sycl_device")
+
 SCHEME = WeightScheme.parse("int4:g32")
 
 

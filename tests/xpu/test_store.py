@@ -17,6 +17,8 @@ SORTED = "rows.hpp"
 START = """
 import time, torch
 from hal_backend_xpu.session import session
+
+pytestmark = pytest.mark.usefixtures("sycl_device")
 here = session(torch.device("cpu"))
 start = time.perf_counter()
 for header, name, element in (("rows.hpp", "sum_slots", None), ("rows_int4.hpp", "rows_int4", None),

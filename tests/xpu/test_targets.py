@@ -15,6 +15,8 @@ from hal_core.ops import Routed
 from hal_core.schemes import WeightScheme
 from hal_core.spec import MoESpec
 
+pytestmark = pytest.mark.usefixtures("sycl_device")
+
 SCHEME = WeightScheme.parse("int4:g32")
 EXPERTS, HIDDEN, INNER, TOP_K, TOKENS = 128, 2048, 768, 8, 16
 
