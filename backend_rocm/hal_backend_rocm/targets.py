@@ -2,7 +2,7 @@
 
 A product without its instruction still compiles: Triton widens the operands and multiplies in another unit, several times slower and with
 other rounding, and mostly without saying so. Every pair here is compiled and looked at by tests/rocm/test_offline.py, with Triton 3.9
-and 3.6; the older one fails on some of those that have no instruction.
+and 3.6.
 """
 
 from __future__ import annotations

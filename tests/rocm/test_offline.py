@@ -183,14 +183,15 @@ def test_products_with_scales_of_blocks_are_what_the_table_says(target):
 
 @pytest.mark.parametrize(("operand", "target"), [pair for pair in PRODUCTS if pair[0] in FP8])
 def test_pairs_are_what_the_table_says(operand, target):
-    """What refused pairs compile to shows why they are refused: no instruction of 8-bit floats is in them. Triton 3.6 fails on some."""
+    """What refused pairs compile to shows why they are refused: no instruction of 8-bit floats is in them."""
     tile = configs.all_tiles(target)["fp8"][0][0]
-    made = lambda: compiled(target, experts(lambda n, k: floats(n, k, FP8[operand])), 4, tiles=(tile, tile))  # noqa: E731
-    if OLDER and (operand, target) == ("e4m3fnuz", "gfx950"):
-        with pytest.raises(RuntimeError, match="PassManager::run failed"):
-            made()
+    try:
+        found = compiled(target, experts(lambda n, k: floats(n, k, FP8[operand])), 4, tiles=(tile, tile))
+    except RuntimeError as error:
+        # Triton 3.6 keeps the conversions of the first target of a process, and fails on those of a target without e4m3fnuz
+        if not (OLDER and operand == "e4m3fnuz" and PRODUCTS[operand, target].why and "PassManager::run failed" in str(error)):
+            raise
         return
-    found = made()
     (kernel, *_) = (kernel for kernel in found if kernel.name == gemm_float.float_gemm.__name__)
     product = PRODUCTS[operand, target]
     assert bool(product.instruction) != bool(product.why)
