@@ -113,10 +113,15 @@ def test_experts_are_near_the_exact_result(word, reduce):
         block = experts()
         ids, weights = routing(tokens, 6, 2)
         ids = torch.where(ids < 0, ids, ids % choices)
-        x = torch.randn(tokens, 96)
-        y = block.native(x, ids, weights, reduce=reduce, isa=word)
-        truth = block.truth(x, ids, weights, reduce=reduce)
-        assert y.shape == truth.shape
+        found = []
+        # The error of a single token varies by half; that of eight does not.
+        for _ in range(8 if tokens == 1 else 1):
+            x = torch.randn(tokens, 96)
+            y = block.native(x, ids, weights, reduce=reduce, isa=word)
+            truth = block.truth(x, ids, weights, reduce=reduce)
+            assert y.shape == truth.shape
+            found.append((y, truth))
+        y, truth = (torch.cat(each) for each in zip(*found, strict=True))
         assert tokens == 0 or error(y, truth) < 3e-2
 
 
