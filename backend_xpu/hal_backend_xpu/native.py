@@ -207,12 +207,18 @@ class Program:
 
 
 def launch(queue: int, kernel: int, groups: tuple[int, int, int], local: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
-    """Enqueue a kernel. Arguments: None or an address as a ``Pointer``, int (32 bits), ``Long``, float."""
+    """Enqueue a kernel. Arguments: tensors or None as addresses, integers of 32 bits, floats.
+
+    Raises:
+        NativeError: the runtime refuses it, or an integer does not fit.
+    """
     packed = (Argument * len(arguments))()
     for at, value in enumerate(arguments):
         if isinstance(value, float):
             packed[at].kind, packed[at].f = b"f", value
         elif isinstance(value, int):
+            if not -(1 << 31) <= value < 1 << 31:
+                raise NativeError("launch a kernel", f"argument {at} is {value}, which 32 bits do not hold", "give fewer rows at once")
             packed[at].kind, packed[at].i = b"i", value
         else:
             packed[at].kind, packed[at].p = b"p", None if value is None else value.data_ptr()

@@ -99,3 +99,9 @@ def test_a_source_that_does_not_compile_is_an_error_with_the_compilers_words():
     with pytest.raises(native.NativeError, match="unknown type name 'nonsense'"):
         native.Program.compiled(native.cpu_queue(), "nonsense here;\n", ())
     assert time.perf_counter() - began < 120
+
+
+def test_a_number_that_a_kernel_cannot_hold_is_an_error():
+    here = Session(CPU)
+    with pytest.raises(native.NativeError, match="32 bits do not hold"):
+        here.launch(here.kernel(SORTED, "sum_slots"), (1, 1, 1), (1, 1, 16), (None, None, None, 1 << 31, 1, 1, 1.0, None, 0))
