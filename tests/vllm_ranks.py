@@ -85,9 +85,11 @@ def main() -> None:
     _name_shared_memory()
     work, found = sys.argv[1:]
     options = {"tensor_parallel_size": int(os.environ["WORLD_SIZE"]), "distributed_executor_backend": "external_launcher"}
-    answers = [prompt_logits(Job(**job), **options) for job in json.loads(Path(work).read_text())]
-    if os.environ["RANK"] == "0":
-        torch.save(answers, found)
+    answers = []
+    for job in json.loads(Path(work).read_text()):
+        answers.append(prompt_logits(Job(**job), **options))
+        if os.environ["RANK"] == "0":  # after each: a run that is cut short leaves what it found
+            torch.save(answers, found)
 
 
 if __name__ == "__main__":
