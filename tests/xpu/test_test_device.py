@@ -1,0 +1,45 @@
+"""The processor as a device for tests: chosen by who names it, never by auto."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hal_core as hal
+from hal_core.errors import SettingError, ShapeError
+from hal_core.testing.data import random_weight
+
+pytestmark = pytest.mark.usefixtures("sycl_device")
+SCHEME = hal.WeightScheme.parse("int4:g32")
+SPEC = hal.LinearSpec(32, 64, SCHEME)
+
+
+def weights():
+    return hal.LinearWeights(random_weight(SCHEME, (32, 64), torch.Generator().manual_seed(1)))
+
+
+@pytest.mark.skipif(torch.xpu.is_available(), reason="there is an Intel GPU: the processor is not chosen beside it")
+def test_a_policy_that_names_it_runs_on_tensors_of_the_host_and_auto_does_not():
+    op = hal.prepare(SPEC, weights(), policy="require:xpu")
+    assert op.selection.kernel == "xpu.linear_int4"
+    assert op.apply(torch.randn(3, 64).bfloat16()).shape == (3, 32)
+    auto = hal.select(SPEC)
+    assert not auto.kernel.startswith("xpu.")
+    told = {c.kernel: [reason.code for reason in c.refusals] for c in auto.candidates}
+    assert told["xpu.linear_int4"] == ["policy.unnamed"]
+
+
+def test_another_word_for_the_device_is_an_error(monkeypatch):
+    monkeypatch.setenv("HAL_XPU_DEVICE", "gpu")
+    with pytest.raises(SettingError, match="use cpu, or unset it"):
+        hal.prepare(SPEC, weights(), policy="require:xpu")
+
+
+def test_tensors_of_another_vendor_are_an_error():
+    from hal_backend_xpu.declared import device_of
+
+    class Elsewhere:
+        device = torch.device("cuda", 0)
+
+    with pytest.raises(ShapeError, match="weights on cuda:0"):
+        device_of(Elsewhere())
