@@ -28,6 +28,13 @@ def test_environment_lowers_and_never_raises_the_level():
     assert run(NATIVE + "print(_native.usable_isa())", HAL_CPU_ISA="avx512bf16") == _native.usable_isa()
 
 
+@pytest.mark.parametrize(("level", "beyond"), [("avx2", "avx512"), ("avx512", "vnni"), ("avx512vnni", "bf16"), ("avx512bf16", "amx")])
+def test_a_lowered_level_has_no_probe_beyond_it(level, beyond):
+    names = run(NATIVE + "print(_native.ops.probe_peaks())", HAL_CPU_ISA=level)
+    assert names.startswith("float:avx2 fp32 fma")
+    assert beyond not in names
+
+
 def test_unknown_level_in_the_environment_raises():
     assert "HAL_CPU_ISA is 'sse9'" in run(NATIVE + "print(_native.usable_isa())", HAL_CPU_ISA="sse9")
 
