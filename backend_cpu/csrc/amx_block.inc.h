@@ -35,13 +35,11 @@ HAL_INLINE void tile_step(const char* weights) {
   multiply<HOW, C, 4, B>();
 }
 
-// Sums of 16 rows with `TILES` tiles of weights over `steps` tiles of k: [tile][16][16]. After each
-// product it calls between(), so that vector work fills the time that the tiles take; what the core
-// looks ahead is too short to find it by itself. Of the rows at
-// `later` it fetches what the next 16 will need.
-template <Multiply HOW, int TILES, class F>
+// Sums of 16 rows with `TILES` tiles of weights over `steps` tiles of k: [16][tile][16]. Of the rows
+// at `later` it fetches what the next 16 will need.
+template <Multiply HOW, int TILES>
 HAL_INLINE void tile_products(const char* rows, const char* later, int64_t stride,
-                              const char* weights, int64_t steps, char* sums, const F& between) {
+                              const char* weights, int64_t steps, char* sums) {
   tile_zero<0>();
   if constexpr (TILES > 1) tile_zero<1>();
   if constexpr (TILES > 2) tile_zero<2>(), tile_zero<3>();
@@ -50,22 +48,16 @@ HAL_INLINE void tile_products(const char* rows, const char* later, int64_t strid
     tile_load<4>(rows + s * 64, stride);
     for (int64_t r = 0; r < 16; ++r) __builtin_prefetch(later + r * stride + s * 64);
     tile_step<HOW, 0, 5>(weights);
-    between();
-    if constexpr (TILES > 1) {
-      tile_step<HOW, 1, 6>(weights + next);
-      between();
-    }
+    if constexpr (TILES > 1) tile_step<HOW, 1, 6>(weights + next);
     if constexpr (TILES > 2) {
       tile_step<HOW, 2, 7>(weights + 2 * next);
-      between();
       tile_step<HOW, 3, 5>(weights + 3 * next);
-      between();
     }
   }
-  tile_store<0>(sums, 64);
-  if constexpr (TILES > 1) tile_store<1>(sums + kTileBytes, 64);
+  tile_store<0>(sums, TILES * 64);
+  if constexpr (TILES > 1) tile_store<1>(sums + 64, TILES * 64);
   if constexpr (TILES > 2)
-    tile_store<2>(sums + 2 * kTileBytes, 64), tile_store<3>(sums + 3 * kTileBytes, 64);
+    tile_store<2>(sums + 128, TILES * 64), tile_store<3>(sums + 192, TILES * 64);
 }
 
 // What one block adds to a tile of results: sum * scale, and `shift` times the sum of activations.
@@ -90,12 +82,11 @@ static Addend addend(const Matrix& m, const Records& f, int64_t tile, int64_t g,
   return a;
 }
 
-// Adds rows [from, end) of one block's sums [tile][16][16] to `out`, or begins it.
+// Adds `count` rows of one block's sums [16][tile][16] to `out`, or begins it.
 template <Operand OPERAND, bool SHIFT, bool ZERO, int TILES>
 HAL_INLINE void add_sums(const char* sums, const Addend* a, const Records& f, int64_t block,
-                         const char* records, int64_t from, int64_t end, float* out,
-                         int64_t step) {
-  for (int64_t r = from; r < end; ++r) {
+                         const char* records, int64_t count, float* out, int64_t step) {
+  for (int64_t r = 0; r < count; ++r) {
     const char* record = records + r * f.stride;
     VF own = vzero(), shifted = vzero();
     VI all = _mm512_setzero_si512();
@@ -111,9 +102,9 @@ HAL_INLINE void add_sums(const char* sums, const Addend* a, const Records& f, in
       const VF total = block ? vload(out + r * step + c * kTile) : vzero();
       VF value;
       if (OPERAND == kBf16) {
-        value = vload((const float*)(sums + c * kTileBytes + r * 64));
+        value = vload((const float*)(sums + (r * TILES + c) * 64));
       } else {
-        VI sum = iload((const int32_t*)(sums + c * kTileBytes + r * 64));
+        VI sum = iload((const int32_t*)(sums + (r * TILES + c) * 64));
         if (ZERO) sum = _mm512_add_epi32(sum, _mm512_mullo_epi32(a[c].zero, all));
         value = vmul(_mm512_cvtepi32_ps(sum), own);
       }
@@ -144,31 +135,24 @@ static void amx_block(const Matrix& m, const Records& f, const Block& b, int64_t
       expand_folded(m, tile + c, folded[c], b.word, b.words, steps, to);
     else expand_bytes(m, tile + c, b.g, b.word, b.words, steps, to);
   }
-  // While the tiles multiply 16 rows, the sums of the 16 before are added.
-  alignas(64) char sums[2][TILES * kTileBytes];
+  // Begins a page, as it did where this was measured.
+  alignas(4096) char sums[2][TILES * kTileBytes];
   const char* first = rows.records + b.word * per_word * size;
-  const int64_t products = steps * TILES;
-  int64_t before = 0, row = 0, end = 0, share = 0;
-  const auto add = [&](int64_t stop) {
-    add_sums<OPERAND, SHIFT, ZERO, TILES>(sums[before / 16 & 1], a, f, b.index,
-                                          rows.records + before * f.stride, row, stop,
-                                          out + before * step, step);
-    row = stop;
+  const auto add = [&](int64_t r, int64_t count) {
+    add_sums<OPERAND, SHIFT, ZERO, TILES>(sums[r / 16 & 1], a, f, b.index,
+                                          rows.records + r * f.stride, count, out + r * step, step);
   };
-  for (int64_t r = 0; r < rows.count; r += 16) {
+  int64_t r = 0;
+  for (; r < rows.count; r += 16) {
     const char* own = first + r * f.stride;
     // Behind the last rows come the first ones, a block later.
     const char* later = r + 16 < rows.count ? own + 16 * f.stride : first + steps * 64;
-    tile_products<HOW, TILES>(own, later, f.stride, weights, steps, sums[r / 16 & 1], [&] {
-      // Each product's share of the rows.
-      int64_t stop = row;
-      for (share += end; share >= products; share -= products) ++stop;
-      add(stop);
-    });
-    before = r, row = 0, share = 0;
-    end = rows.count - r < 16 ? rows.count - r : 16;
+    tile_products<HOW, TILES>(own, later, f.stride, weights, steps, sums[r / 16 & 1]);
+    // While the tiles multiply these rows, the sums of those before are added. Measured: adding a few
+    // rows after each product instead takes a twelfth longer.
+    if (r) add(r - 16, 16);
   }
-  add(end);
+  add(r - 16, rows.count - (r - 16));
 }
 
 template <int TILES>
