@@ -39,7 +39,9 @@ static int32_t to_codes(const float* x, const Step& step, int64_t begin, int64_t
   for (int64_t i = begin; i < end; i += kTile) {
     const __mmask16 lanes = lanes_of(end - i);
     const VF v = _mm512_maskz_loadu_ps(lanes, x + i);
-    const VI code = _mm512_cvtps_epi32(vmul(vmul(v, before), inverse));
+    // Without a step all codes are zero: those of values that are not finite would overflow the sum.
+    const __mmask16 live = step.inverse > 0.0f ? lanes : 0;
+    const VI code = _mm512_maskz_cvtps_epi32(live, vmul(vmul(v, before), inverse));
     _mm512_mask_cvtsepi32_storeu_epi8(codes + i, lanes, code);
     sum = _mm512_add_epi32(sum, code);
   }
