@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from packaging.version import InvalidVersion, Version
-
+from hal_core.packages import torch_build_refusals
 from hal_core.refusal import Refusal
 
 if TYPE_CHECKING:
@@ -76,15 +75,5 @@ def target_refusals(machine: Machine, operand: str) -> tuple[Refusal, ...]:
 
 
 def torch_refusals(machine: Machine) -> tuple[Refusal, ...]:
-    """An AMD GPU beside a torch that was not built for ROCm; a torch that is not there is the manifest's to refuse."""
-    found = machine.version("torch")
-    if found is None or not _architectures(machine):
-        return ()
-    try:
-        label = Version(found).local
-    except InvalidVersion:
-        label = None
-    if label is not None and not label.startswith(("cu", "cpu", "xpu")):
-        return ()
-    fix = "install torch from a rocm folder of its own package index"
-    return (Refusal("backend.torch", "torch built for ROCm (+rocm)", f"torch {found}", fix),)
+    """An AMD GPU beside a torch that was not built for ROCm."""
+    return torch_build_refusals(machine, "rocm", "install torch from a rocm folder of its own package index")

@@ -21,11 +21,13 @@ from hal_core.stored import load_facts
 
 ALL = tuple(RegisteredKernel(f"xpu.{kernel.name}", "xpu", kernel) for kernel in (*OWN, *PROVIDED))
 PLAIN = (Version("torch", "2.14.0+xpu"), Version("intel-sycl-rt", "2026.2.0"))
+LIBRARIES = (*PLAIN[1:], Version("vllm-xpu-kernels", "0.1.16.2"), Version("auto-round-lib", "0.16.0"))
 SOFTWARE = {
     "plain": PLAIN,
     "vllm": (*PLAIN, Version("vllm-xpu-kernels", "0.1.16.2")),
     "ark": (*PLAIN, Version("auto-round-lib", "0.16.0")),
     "none": (Version("torch", "2.14.0+xpu"),),
+    **{f"all, torch {build}": (Version("torch", build), *LIBRARIES) for build in ("2.13.0+cpu", "2.14.0", "2.14.0+xpu")},
 }
 
 
@@ -71,6 +73,8 @@ ROWS = (
     ("pvc", "vllm", moe("mxfp4:g32"), "auto", None),
     ("pvc", "vllm", moe("bf16"), "auto", "moe_vllm_bf16"),
     ("arc-b580", "ark", moe("int8:g128"), "auto", "moe_ark_int8"),
+    *(("arc-b580", f"all, torch {build}", linear("int4:g128"), "auto", None) for build in ("2.13.0+cpu", "2.14.0")),
+    ("arc-b580", "all, torch 2.14.0+xpu", linear("int4:g128"), "auto", "linear_int4"),
     ("pvc", "plain", cache("int8"), "auto", "kv_pages"),
     ("pvc", "plain", cache("turboquant:4"), "auto", "kv_pages"),
     ("pvc", "plain", cache("int4"), "auto", None),
@@ -80,3 +84,15 @@ ROWS = (
 @pytest.mark.parametrize(("machine", "software", "spec", "policy", "wanted"), ROWS, ids=str)
 def test_rows(machine, software, spec, policy, wanted):
     assert chosen(machine, software, spec, policy) == wanted
+
+
+@pytest.mark.parametrize("kernel", ALL, ids=lambda kernel: kernel.kernel.name)
+def test_no_kernel_of_an_intel_gpu_is_served_by_a_torch_for_other_devices(kernel):
+    """It would compute on the processor, and say that it runs on the GPU."""
+    spec = {"linear": linear("int4:g128"), "moe": moe("int4:g128"), "kv": cache("int8")}[kernel.kernel.op]
+    told = {}
+    for build in ("2.13.0+cpu", "2.14.0", "2.14.0+xpu", "2.15.0a0+git12ab"):
+        machine = replace(load_facts("arc-b580"), versions=(Version("torch", build), *PLAIN[1:]))
+        reasons = kernel.kernel.refusals(spec, machine)
+        told[build] = [reason.found for reason in reasons if reason.code == "backend.torch"]
+    assert told == {"2.13.0+cpu": ["torch 2.13.0+cpu"], "2.14.0": ["torch 2.14.0"], "2.14.0+xpu": [], "2.15.0a0+git12ab": []}

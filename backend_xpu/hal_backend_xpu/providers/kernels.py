@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hal_backend_xpu.declared import torch_refusals
 from hal_backend_xpu.providers.entries import LINEARS, MOES, Entry, entry_refusals
 from hal_backend_xpu.providers.libraries import ARK, TORCH
 from hal_core.kernel import LinearEpilogue, LinearKernel, MoEEpilogue, MoEKernel
@@ -32,7 +33,8 @@ def _refusals(entry: Entry, spec: LinearSpec | MoESpec, machine: Machine) -> tup
     each = [entry_refusals(entry, spec, target) for target in targets]
     own = () if not each or not all(each) else tuple(dict.fromkeys(reason for reasons in each for reason in reasons))
     library = entry.library
-    return (*package_refusals(machine, library.distribution, library.versions, library.install), *own)
+    needed = package_refusals(machine, library.distribution, library.versions, library.install)
+    return (*needed, *torch_refusals(machine), *own)
 
 
 def _recast(entry: Entry, schemes: tuple[WeightScheme, ...], dtype: str) -> tuple[Transform, ...]:
