@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hal_core.codes import E8M0_NAN, count_fp8_nans, to_fnuz
-from hal_core.errors import ShapeError
+from hal_core.errors import ShapeError, UnfitWeightsError
 from hal_core.schemes import Granularity, GranularityKind, WeightScheme, ZeroKind
 from hal_core.selection import Transform
 
@@ -51,7 +51,7 @@ class WeightTransform(ABC):
         """The changed weight; tensors that do not change are shared.
 
         Raises:
-            ShapeError: not for this scheme, or the numbers cannot be changed within the bound.
+            ShapeError: not for this scheme. UnfitWeightsError: the numbers cannot be changed within the bound.
         """
 
     @property
@@ -61,10 +61,14 @@ class WeightTransform(ABC):
 
     def _check(self, scheme: WeightScheme) -> None:
         if found := self.obstacle(scheme):
-            raise self._refused(scheme, found)
+            raise ShapeError(self._asked(scheme), found)
 
-    def _refused(self, scheme: WeightScheme, found: str, fix: str = "") -> ShapeError:
-        return ShapeError(f"transform {self.name} of a weight {scheme}", found, fix)
+    def _asked(self, scheme: WeightScheme) -> str:
+        return f"transform {self.name} of a weight {scheme}"
+
+    def _refused(self, scheme: WeightScheme, found: str, fix: str) -> UnfitWeightsError:
+        """What the numbers of a weight rule out, though its scheme is served: another kernel may hold them as they are."""
+        return UnfitWeightsError(self._asked(scheme), found, fix)
 
 
 def added_error(before: QuantizedTensor, after: QuantizedTensor) -> float:
@@ -104,7 +108,8 @@ class Fnuz(WeightTransform):
         self._check(weight.scheme)
         assert weight.scales is not None  # quantized schemes have scales
         if count := count_fp8_nans(weight.values):
-            raise self._refused(weight.scheme, f"{count} values are NaN", "the checkpoint is damaged: fetch or make it again")
+            found = f"{count} values are NaN"  # of no use to another kernel either
+            raise ShapeError(self._asked(weight.scheme), found, "the checkpoint is damaged: fetch or make it again")
         static = None if weight.input_scale is None else self._doubled(weight.input_scale, weight.scheme)
         scheme = replace(weight.scheme, dtype="fp8_e4m3fnuz")
         return replace(
@@ -184,7 +189,8 @@ class GroupToChannel(WeightTransform):
     def apply(self, weight: QuantizedTensor) -> QuantizedTensor:
         self._check(weight.scheme)
         assert weight.scales is not None  # quantized schemes have scales
-        reach = 8 / 127 if weight.zeros is None else torch.maximum(weight.zeros, 15 - weight.zeros).float() / 127
+        zeros = None if weight.zeros is None else weight.zeros.short()  # beyond 15 the difference is below zero, which bytes cannot hold
+        reach = 8 / 127 if zeros is None else torch.maximum(zeros, 15 - zeros).float() / 127
         scales = (weight.scales.float().abs() * reach).amax(-1, keepdim=True)
         if not bool((torch.isfinite(scales) & ((scales == 0) | (scales > torch.finfo(torch.float32).tiny))).all()):
             raise self._refused(weight.scheme, "scales that float32 cannot hold after the change", "keep the groups")

@@ -54,7 +54,7 @@ def int8_rows(codes: Tensor, scales: Tensor, zeros: Tensor | None, k: int, group
     """Packed four-bit experts ``[E, K/8, N]`` folded into int8 ones: words ``int32 [E, K/4, N]`` and float32 scales ``[E, N]``.
 
     Raises:
-        ShapeError: this would change a weight by more than the transform's bound.
+        UnfitWeightsError: this would change a weight by more than the transform's bound.
     """
     experts, _, n = codes.shape
     scheme = WeightScheme("int4", Granularity.groups(group), ZeroKind.NONE if zeros is None else ZeroKind.INTEGER)

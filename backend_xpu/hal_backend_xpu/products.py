@@ -224,6 +224,6 @@ def int8_weights(block: Block) -> tuple[Tensor, ...]:
     """Words and scales of gate (if there is one), up and down, with one scale a row.
 
     Raises:
-        ShapeError: a weight that this would change by more than the transform's bound.
+        UnfitWeightsError: a weight that this would change by more than the transform's bound.
     """
     return tuple(tensor for m in block.matrices for tensor in int8_rows(m.codes, m.scales, m.zeros, m.k, m.group))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hal_core.canonical import QuantizedTensor, stack
-from hal_core.errors import ShapeError
+from hal_core.errors import ShapeError, UnfitWeightsError
 from hal_core.schemes import Granularity, WeightScheme, ZeroKind
 from hal_core.selection import Transform
 from hal_core.transforms import Fnuz, GroupToChannel, Recast, ToFP8, added_error
@@ -110,12 +110,24 @@ def test_folding_keeps_its_bound_for_weights_as_tools_write_them(seed):
     assert added_error(weight, GroupToChannel().apply(weight)) <= GroupToChannel().error_bound
 
 
+def test_folding_never_clips_with_zero_points_above_the_codes():
+    """GPTQ files hold a 16 for every zero point of 15."""
+    weight = random_weight(WeightScheme.parse("int4:g32:zero"), 4, 64, seed=3)
+    weight = replace(weight, zeros=torch.tensor([[16, 16], [17, 40], [255, 255], [0, 16]], dtype=torch.uint8))
+    changed = GroupToChannel(error_bound=10.0).apply(weight)
+    reach = torch.maximum(weight.zeros.double(), 15 - weight.zeros.double())
+    largest = (weight.scales.double().abs() * reach / 127).amax(-1, keepdim=True)
+    assert torch.allclose(changed.scales.double(), largest, rtol=1e-6)
+    moved = (changed.dequantize().double() - weight.dequantize().double()).abs()
+    assert bool((moved <= changed.scales.double() * (0.5 + 1e-5)).all())
+
+
 def test_folding_refuses_a_row_whose_scales_differ_too_much():
     weight = random_weight(WeightScheme("int4", Granularity.groups(32)), 4, 512, seed=1)
     scales = torch.full((4, 16), 0.001)
     scales[:, 3] = 1.0
     weight.values.view(4, 16, 16)[:, 3] = 0  # the group of the large scale holds nothing, so the small ones are all there is
-    with pytest.raises(ShapeError, match="scales of a row differ too much"):
+    with pytest.raises(UnfitWeightsError, match="scales of a row differ too much"):  # another kernel then serves it
         GroupToChannel().apply(replace(weight, scales=scales))
 
 

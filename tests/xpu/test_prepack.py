@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hal_core.canonical import QuantizedTensor
-from hal_core.errors import ShapeError
+from hal_core.errors import ShapeError, UnfitWeightsError
 from hal_core.kernel import MoEWeights
 from hal_core.numerics import numerics_from_word
 from hal_core.ops import Routed
@@ -84,6 +85,16 @@ def test_what_is_asked_exact_is_never_rescaled():
     op, _ = made("exact")
     with pytest.raises(ShapeError, match="both is for kernels that rescale"):
         op.prepack("both")
+
+
+def test_rows_that_int8_cannot_hold_are_unfit_so_that_the_exact_kernel_serves_them():
+    op, weights = made()
+    scales, values = weights.up.scales.clone(), weights.up.values.clone()
+    scales[:, :, 0] *= 1e4  # of a group that holds nothing: the other one is all there is
+    values.view(4, 64, 2, 16)[:, :, 0] = 0
+    unfit = replace(weights, up=replace(weights.up, scales=scales, values=values))
+    with pytest.raises(UnfitWeightsError, match="scales of a row differ too much"):
+        Int4Experts(op.spec, unfit, rescaled=True)
 
 
 def test_long_inputs_follow_an_update():
