@@ -12,6 +12,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from hal_backend_xpu.declared import device_of
 from hal_backend_xpu.session import session
 from hal_core.errors import ShapeError
 from hal_core.kv.checks import check_append, check_attend
@@ -19,6 +20,7 @@ from hal_core.kv.codebook import codebook
 from hal_core.kv.quantizer import fp8_scale
 from hal_core.kv.rotation import rotation_matrix
 from hal_core.kv.turboquant import TurboQuantizer
+from hal_core.op_parts import check_out
 from hal_core.reference.kv import ReferenceKVOp
 
 if TYPE_CHECKING:
@@ -116,7 +118,7 @@ class XpuKVOp(ReferenceKVOp):
         check_append(self, pages, k, v, slots, tails, tail_ids)
         if not len(slots):
             return
-        here, given = session(pages.device), {"keys": k.contiguous(), "values": v.contiguous()}
+        here, given = session(device_of(pages)), {"keys": k.contiguous(), "values": v.contiguous()}
         places = slots.contiguous()
         kept = places >= 0
         for side, x in given.items():
@@ -155,7 +157,9 @@ class XpuKVOp(ReferenceKVOp):
         found, lse = _ATTEND(
             self.number, q, pages, block_table, lengths, query_starts, scale, causal, tails, tail_ids, sinks, self.spec.v_dim
         )
-        return (found if out is None else out.copy_(found)), lse
+        if out is None:
+            return found, lse
+        return check_out("xpu attend", out, tuple(found.shape), found.dtype, found.device).copy_(found), lse
 
     def attend_now(
         self, q: Tensor, pages: Tensor, block_table: Tensor, lengths: Tensor, query_starts: Tensor, scale: float | None, causal: bool,
@@ -163,7 +167,7 @@ class XpuKVOp(ReferenceKVOp):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """``attend`` outside a graph."""
         check_attend(self, q, pages, block_table, lengths, query_starts, tails, tail_ids, sinks, out)
-        s, here = self.spec, session(pages.device)
+        s, here = self.spec, session(device_of(pages))
         result = q.new_empty(len(q), s.num_heads, s.v_dim) if out is None else out
         lse = q.new_empty(len(q), s.num_heads, dtype=torch.float32)
         if not len(q):

@@ -48,7 +48,7 @@ class Int4Linear(PreparedLinear):
         rows, shape = self.checked(x)
         if torch.compiler.is_compiling():
             y = call_linear(rows, self.view, self.output).view(shape)
-            return y if out is None else out.copy_(y)
+            return y if out is None else self.room(out, shape).copy_(y)
         y = self.room(out, shape)
         linear(rows, self.view, y.view(-1, self.spec.n), self.engine)
         return y
@@ -94,7 +94,7 @@ class Int4Experts(PreparedExperts):
                 ``decode``: none; long inputs are then multiplied with the four-bit weights and exact activations.
 
         Raises:
-            ShapeError: another word, or weights that folding their groups would change by more than its bound.
+            ShapeError: another word. UnfitWeightsError: folding the groups would change weights by more than its bound.
         """
         if phase not in PHASES or (phase == "both" and not self.spec_rescales):
             raise ShapeError("prepack", f"phase {phase!r}", f"use one of {', '.join(PHASES)}; both is for kernels that rescale")
@@ -114,10 +114,10 @@ class Int4Experts(PreparedExperts):
         ids, weights = self.routing(routing, x, expert_map)
         rows = self.checked(x)
         mapping = None if expert_map is None else expert_map.contiguous()
+        shape = (rows.shape[0], self.spec.hidden) if reduce else (*ids.shape, self.spec.hidden)
         if torch.compiler.is_compiling():
             y = call_experts(rows, ids, weights, mapping, self.block, reduce, self.output)
-            return y if out is None else out.copy_(y)
-        shape = (rows.shape[0], self.spec.hidden) if reduce else (*ids.shape, self.spec.hidden)
+            return y if out is None else self.room(out, shape).copy_(y)
         return experts(rows, ids, weights, mapping, self.block, self.room(out, shape), self.engine)
 
     def __del__(self) -> None:

@@ -52,7 +52,7 @@ class TritonLinear(PreparedLinear):
         rows, shape = self.checked(x)
         if torch.compiler.is_compiling():
             y = call_linear(rows, self.view, self.spec.n, X_GROUP, self.output).view(shape)
-            return y if out is None else out.copy_(y)
+            return y if out is None else self.room(out, shape).copy_(y)
         y = self.room(out, shape)
         flat = y.view(-1, self.spec.n)
         if isinstance(self.view, IntegerMatrix):
@@ -87,10 +87,10 @@ class TritonExperts(PreparedExperts):
         ids, weights = self.routing(routing, x, expert_map)
         rows = self.checked(x)
         mapping = None if expert_map is None else expert_map.contiguous()
+        shape = (rows.shape[0], self.spec.hidden) if reduce else (*ids.shape, self.spec.hidden)
         if torch.compiler.is_compiling():
             y = call_experts(rows, ids, weights, mapping, self.experts, reduce, self.output)
-            return y if out is None else out.copy_(y)
-        shape = (rows.shape[0], self.spec.hidden) if reduce else (*ids.shape, self.spec.hidden)
+            return y if out is None else self.room(out, shape).copy_(y)
         return moe(rows, ids, weights, mapping, self.experts, self.room(out, shape))
 
 

@@ -106,10 +106,10 @@ class HummingExperts(MoEExperts):
         spec = self.spec
         routing = check_routing("humming experts", spec, x, routing, expert_map)
         rows = check_rows("humming experts", x, spec.hidden, self.dtype, self.device)
+        shape = (rows.shape[0], spec.hidden) if reduce else (*routing.topk_ids.shape, spec.hidden)
         if torch.compiler.is_compiling():
             y = _EXPERTS(rows, routing.topk_ids, routing.topk_weights, expert_map, self.number, reduce)
-            return y if out is None else out.copy_(y)
-        shape = (rows.shape[0], spec.hidden) if reduce else (*routing.topk_ids.shape, spec.hidden)
+            return y if out is None else check_out("humming experts", out, shape, self.dtype, x.device).copy_(y)
         y = check_out("humming experts", out, shape, self.dtype, x.device)
         if rows.shape[0]:
             self.run(rows, Route(routing.topk_ids, routing.topk_weights, spec.num_experts, spec.local, expert_map), y)
