@@ -49,7 +49,7 @@ class XpuFusedMoe:
             own = provider_wheels.VLLM.executed("vllm_xpu_kernels.fused_moe_interface.implement_zp", torch=torch)
             w13.data, w2.data = own(w13).to(torch.int8), own(w2).to(torch.int8)
         self.w13, self.w2, self.gemm1_wei_scales, self.gemm2_wei_scales = w13, w2, w13_scales, w2_scales
-        self.kind, self.clamp = activation, gemm1_clamp_limit
+        self.kind, self.clamp, self.top_k = activation, gemm1_clamp_limit, n_experts_per_token
 
     @staticmethod
     def wide(weight: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
@@ -72,6 +72,7 @@ class XpuFusedMoe:
     def apply(self, output, hidden_states, topk_weights, topk_ids, expert_map=None, a1q_scale=None):
         assert topk_weights.dtype == torch.float32
         assert topk_ids.dtype == torch.int32
+        assert topk_ids.shape == topk_weights.shape == (hidden_states.shape[0], self.top_k)
         first, second = self.wide(self.w13, self.gemm1_wei_scales), self.wide(self.w2, self.gemm2_wei_scales)
         total = torch.zeros(output.shape, dtype=torch.float64)
         for token, (ids, weights) in enumerate(zip(topk_ids.tolist(), topk_weights.tolist(), strict=True)):
@@ -158,7 +159,9 @@ def per_token(result, input, scale, scale_ub):  # noqa: A002 - the schema's own 
     result.copy_((input.float() / scale).clamp(-448, 448).to(E4M3))
 
 
-def per_group(input, output_q, output_s, group_size, eps, fp8_min, fp8_max, scale_ue8m0, dummy_is_scale_transposed, dummy_is_tma_aligned):  # noqa: A002
+def per_group(
+    input, output_q, output_s, group_size, eps, fp8_min, fp8_max, scale_ue8m0, dummy_is_scale_transposed, dummy_is_tma_aligned,  # noqa: A002
+):  # fmt: skip
     groups = input.float().view(input.shape[0], -1, group_size)
     output_s.copy_(groups.abs().amax(-1).clamp(min=eps) / fp8_max)
     output_q.copy_((groups / output_s[..., None]).clamp(fp8_min, fp8_max).view_as(input).to(E4M3))

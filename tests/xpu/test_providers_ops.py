@@ -95,6 +95,16 @@ def test_experts_mean_what_they_say(libraries, entry, scheme, dtype):
     assert op.apply(x[:0], Routed(routing.topk_ids[:0], routing.topk_weights[:0])).shape == (0, H)
 
 
+@pytest.mark.parametrize("entry", MOES, ids=named)
+def test_slots_that_are_not_summed_are_each_their_own(libraries, entry):
+    spec, weights, x, routing = problem(entry, schemes_of(entry)[0], entry.dtypes[0], routed_scaling=1.7)
+    wanted = truth.experts(spec, weights, x, routing.topk_ids, routing.topk_weights, None) * 1.7
+    out = torch.full((TOKENS, TOP_K, H), float("nan"), dtype=x.dtype)
+    assert experts_op(entry, spec, weights).apply(x, routing, out=out, reduce=False) is out
+    assert distance(out, wanted) < 6e-3
+    assert not out[routing.topk_ids < 0].any()
+
+
 @pytest.mark.parametrize(("entry", "scheme", "dtype"), LINEAR_CASES, ids=named)
 def test_linears_mean_what_they_say(libraries, entry, scheme, dtype):
     generator = rng()

@@ -13,7 +13,7 @@ from hal_backend_xpu.providers.routing import by_expert, flag_wrong_ids, whole_s
 from hal_backend_xpu.providers.weights import ark_blob, ark_experts, torch_scaled, vllm_dense, vllm_experts
 from hal_core.calls import Bound, bind
 from hal_core.dtypes import torch_dtype
-from hal_core.errors import ContractError, ShapeError, UnfitWeightsError
+from hal_core.errors import ContractError, UnfitWeightsError
 from hal_core.op_parts import FixedBuffers, check_out, check_routing, check_rows
 from hal_core.ops import MoEExperts, QuantLinear
 from hal_core.reference.activations import activate
@@ -126,9 +126,18 @@ class VllmExperts(_Experts):
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def experts(self, rows: Tensor, ids: Tensor, weights: Tensor, out: Tensor, reduce: bool) -> Tensor:
-        if not reduce:
-            raise ShapeError(self.asked, "reduce=False", "take the sum of the slots, or use another kernel")
-        self.run({"output": out, "hidden_states": rows, "topk_weights": weights, "topk_ids": ids})
+        if reduce:
+            self.run({"output": out, "hidden_states": rows, "topk_weights": weights, "topk_ids": ids})
+            return out
+        # It sums the slots of a token, as many as it was made for: each is a token of its own, whose other slots count nothing.
+        top_k = ids.shape[1]
+        alone = torch.zeros_like(weights).repeat_interleave(top_k, 0)
+        alone[:, 0] = weights.reshape(-1)
+        same = ids.reshape(-1, 1).expand(-1, top_k).contiguous()
+        self.run({
+            "output": out.view(-1, out.shape[-1]), "hidden_states": rows.repeat_interleave(top_k, 0), "topk_weights": alone,
+            "topk_ids": same,
+        })  # fmt: skip
         return out
 
 
@@ -214,12 +223,13 @@ class VllmLinear(_Linear):
         scale = self.get_buffer("scale")
         if self.spec.weights.dtype == "int4":
             group = self.spec.weights.granularity.group or self.spec.k
-            zero = self.get_buffer("zero")
-            return self.bounds["product"]({"A": rows, **given, "B_scale": scale, "B_zp": zero, "group_size": group, "g_idx": None})  # type: ignore[no-any-return]
+            grid = {"B_scale": scale, "B_zp": self.get_buffer("zero"), "group_size": group, "g_idx": None}
+            return self.bounds["product"]({"A": rows, **given, **grid})  # type: ignore[no-any-return]
         if self.entry.quant is None:
             return self.bounds["product"]({"A": rows, **given, "B_scale_": scale})  # type: ignore[no-any-return]
         codes, scales = self.quantized(rows)
-        return self.bounds["product"]({"A": codes, **given, "out_dtype": self.dtype, "A_scale_": scales, "B_scale_": scale})  # type: ignore[no-any-return]
+        own = {"out_dtype": self.dtype, "A_scale_": scales, "B_scale_": scale}
+        return self.bounds["product"]({"A": codes, **given, **own})  # type: ignore[no-any-return]
 
     def quantized(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """e4m3 codes and float32 scales, of a row or of 128 columns."""
