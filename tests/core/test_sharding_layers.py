@@ -1,4 +1,4 @@
-"""A rank's ops, from planned layers of a checkpoint: outputs of all ranks together are, bit for bit, what the whole layer computes."""
+"""A rank's ops, from planned layers of a checkpoint: weights are the whole layer's bit for bit, and so are, up to rounding, the outputs."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 import pytest
 from safetensors.torch import load_file, save_file
-from vllm_engine import CARRIED, carried_model, engine, program, workers
+from vllm_engine import CARRIED, carried_model, engine, program, workers, write_model
 
 from hal_core.errors import HalError
 
@@ -66,10 +66,13 @@ def test_a_program_of_two_ranks_ends_with_the_error_of_each(tmp_path):
         assert any("require:moe=cuda" in line and f"Worker_TP{rank}" in line for line in printed.splitlines()), printed[-3000:]
 
 
-def test_another_release_of_vllm_ends_the_program_with_its_number(tmp_path):
+@pytest.mark.parametrize("asked", ["quantization hal", "kv_cache int8:token"])
+def test_another_release_of_vllm_ends_the_program_with_its_number(tmp_path, asked):
     pretend = "import runpy, sys, vllm; vllm.__version__ = '0.33.1'; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
     setting = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    done = program(tmp_path, checkpoint(tmp_path, keep), CARRIED, setting, prefix=("-c", pretend))
+    pages = asked.startswith("kv_cache")
+    model = write_model(tmp_path / "plain") if pages else checkpoint(tmp_path, keep)
+    done = program(tmp_path, model, {"hal": {"kv_cache": "int8:token"}} if pages else CARRIED, setting, prefix=("-c", pretend))
     assert done.returncode != 0
     assert not (tmp_path / "answers.pt").exists()
-    assert "quantization hal in vLLM 0.33.1: tested with vLLM from 0.32 up to, not including, 0.33" in done.stdout + done.stderr
+    assert f"{asked} in vLLM 0.33.1: tested with vLLM from 0.32 up to, not including, 0.33" in done.stdout + done.stderr

@@ -118,6 +118,58 @@ def test_a_checkpoint_with_nothing_quantized_is_an_error(tmp_path):
         pass
 
 
+@pytest.mark.parametrize("lost", ["norm.weight", "layernorm.weight"])
+def test_plain_parameters_that_are_missing_in_every_layer_are_an_error(checkpoint, lost):
+    tensors = {name: t for name, t in load_file(checkpoint / "model.safetensors").items() if not name.endswith(lost)}
+    save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(FormatError, match=r"norm\.weight: missing from the files"), engine(checkpoint, **OPTIONS):
+        pytest.fail("the engine was made")
+
+
+def test_a_model_is_passed_over_where_the_file_has_other_names_only(checkpoint):
+    from hal_core.integrations.vllm.complete import check_plain_parameters
+
+    tensors = load_file(checkpoint / "model.safetensors")
+    save_file({f"vllm.{name}": tensor for name, tensor in tensors.items()}, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    check_plain_parameters(hal.open_checkpoint(checkpoint), ())
+
+
+def test_a_second_engine_like_a_living_one_is_refused_and_the_first_goes_on():
+    from hal_core.integrations.vllm import held
+
+    first = held.HeldLayer("layer", (), (0, 1))
+    key = held.hold("of this test", first)
+    with pytest.raises(SettingError, match="another engine of this process"):
+        held.hold("of this test", held.HeldLayer("layer", (), (0, 1)))
+    assert held.get(key) is first
+    first.itself = first  # a cycle, as an engine that was dropped is
+    del first
+    assert held.hold("of this test", held.HeldLayer("layer", (), (0, 1))) == key
+
+
+def test_the_revision_is_that_of_vllm(tmp_path, monkeypatch):
+    from types import SimpleNamespace
+
+    from hal_core.integrations.vllm import config, kv_request
+
+    opened = []
+
+    def note(name):
+        opened.append(name)
+        raise FormatError("checkpoint", "noted", "nothing")
+
+    for module in (config, kv_request):
+        monkeypatch.setattr(module, "open_checkpoint", note)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "local").mkdir(parents=True)
+    for model, revision in (("org/name", "v1"), ("org/name", None), ("org/local", "v1")):
+        with pytest.raises(FormatError, match="noted"):
+            config.HalConfig().maybe_update_config(model, revision=revision)
+        with pytest.raises(FormatError, match="noted"):
+            kv_request.cache_params(SimpleNamespace(model_config=SimpleNamespace(model=model, revision=revision)))
+    assert opened == ["org/name@v1"] * 2 + ["org/name"] * 2 + ["org/local"] * 2
+
+
 def test_our_load_format_names_a_plain_parameter_that_is_missing(checkpoint, monkeypatch):
     from hal_core.integrations.vllm import config
 
@@ -164,6 +216,8 @@ def test_another_release_of_vllm_disturbs_only_those_who_ask_for_us(monkeypatch)
 def register_again():
     from vllm.model_executor.layers.quantization import register_quantization_config
 
+    from hal_core.integrations.vllm.attention import register_attention
     from hal_core.integrations.vllm.config import HalConfig
 
     register_quantization_config("hal")(HalConfig)
+    register_attention()

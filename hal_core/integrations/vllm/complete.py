@@ -22,8 +22,8 @@ __all__ = ["check_plain_parameters"]
 def check_plain_parameters(checkpoint: Checkpoint, planned: Iterable[PlannedOp]) -> None:
     """Raise where transformers' model of the config has a parameter that is neither stored nor part of a quantized layer.
 
-    Models that transformers does not know, or whose published names it changes, are passed over: vLLM's own names decide there, by the
-    load format ``hal``.
+    Models that transformers does not know, or whose published names are all others, are passed over: vLLM's own names decide there, by
+    the load format ``hal``.
 
     Raises:
         FormatError: names the parameter.
@@ -38,5 +38,7 @@ def check_plain_parameters(checkpoint: Checkpoint, planned: Iterable[PlannedOp])
         names.setdefault(id(parameter), []).append(published_name(name, checkpoint.entries))
     plain = [group for group in names.values() if not any(name.startswith(quantized) or ".experts." in name for name in group)]
     missing = [group for group in plain if not any(name in checkpoint.entries for name in group)]
-    if missing and 2 * len(missing) < len(plain):
+    others = any(not entry.quantized and not name.startswith(quantized) for name, entry in checkpoint.entries.items())
+    named_otherwise = others and len(missing) == len(plain)
+    if missing and not named_otherwise:
         raise FormatError(f"parameter {missing[0][0]}", "missing from the files", "complete the checkpoint")

@@ -24,6 +24,7 @@ from hal_core.integrations.vllm.kv_request import cache_request
 from hal_core.integrations.vllm.linear import HalLinearMethod
 from hal_core.integrations.vllm.options import HalOptions
 from hal_core.integrations.vllm.served import ServedCheckpoint, fused_parts
+from hal_core.integrations.vllm.source import checkpoint_name
 from hal_core.integrations.vllm.vocab import HalTiedHeadMethod, HalVocabMethod
 from hal_core.memory import Trimmer
 
@@ -88,8 +89,8 @@ class HalConfig(QuantizationConfig):
         Raises:
             FormatError: the checkpoint is incomplete, contradicts itself, or holds nothing that is quantized.
         """
-        self.path = model_name
-        checkpoint = open_checkpoint(model_name)
+        self.path = checkpoint_name(model_name, revision)
+        checkpoint = open_checkpoint(self.path)
         planned = ServedCheckpoint(checkpoint, "fp32", "checkpoint").modules.values()
         if not planned:
             raise FormatError(f"checkpoint {model_name}", "nothing in it is quantized", "leave quantization='hal' out")
@@ -111,8 +112,8 @@ class HalConfig(QuantizationConfig):
             assert self.path is not None  # vLLM tells it before it builds a model
             dtype, rename = dtype_word(config.model_config.dtype), None if self._mapper is None else self._mapper.map_name
             self.served = ServedCheckpoint(open_checkpoint(self.path), dtype, self.options.numerics, rename)
-            parallel = config.parallel_config
-            self.key = serving_key(self.path, dtype, self.options, parallel.rank, parallel.world_size, parallel.enable_expert_parallel)
+            parallel, options = config.parallel_config, (self.options, self.options.chosen_policy)
+            self.key = serving_key(self.path, dtype, *options, parallel.rank, parallel.world_size, parallel.enable_expert_parallel)
         return self.served
 
     def get_checkpoint_weight_mapper(self) -> WeightsMapper:  # type: ignore[override,unused-ignore]

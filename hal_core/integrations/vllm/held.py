@@ -6,13 +6,14 @@ the key of a layer is a digest of what is served and the layer's name.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from hal_core.errors import ShapeError
+from hal_core.errors import SettingError, ShapeError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,8 +57,17 @@ def serving_key(*parts: object) -> str:
 
 
 def hold(key: str, held: HeldLayer) -> str:
-    """Keep a layer and say which kernels serve it, once for equal ones; returns its key."""
+    """Keep a layer and say which kernels serve it, once for equal ones; returns its key.
+
+    Raises:
+        SettingError: a living engine has a layer of this key; compiled graphs, which two equal engines share, would call either's.
+    """
     name = f"{key}:{held.layer}"
+    if name in _held:
+        gc.collect()  # an engine that was dropped is a cycle
+    if name in _held:
+        found = "another engine of this process serves the same checkpoint in the same way"
+        raise SettingError(f"layer {held.layer}", found, "shut that one down and drop it first, or start this one in a process of its own")
     _held[name] = held
     for op in held.ops:
         selection = op.selection

@@ -7,6 +7,7 @@ stay vLLM's; bytes of a token are told to its allocator by ``customize_spec``.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
 
 
 __all__ = ["HalAttention", "HalAttentionBackend", "HalAttentionMetadataBuilder"]
+
+#: No graph reaches pages by a key, so theirs may differ from engine to engine.
+_numbers = itertools.count()
 
 
 class HalAttentionBackend(CPUAttentionBackend):
@@ -128,7 +132,7 @@ class HalAttention(CPUAttentionBackendImpl):
             params = rank_params(found, config.model_config.get_total_num_kv_heads(), *rank)
         self.pages = LayerPages(spec, params, self.request.policy, layer)
         self.held = HeldLayer(layer, (self.pages.op,), rank)
-        hold("kv", self.held)
+        hold(f"kv{next(_numbers)}", self.held)
 
     def _ready(self) -> LayerPages:
         if self.pages is None:

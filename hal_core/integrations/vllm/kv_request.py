@@ -11,6 +11,7 @@ from hal_core.api import open_checkpoint
 from hal_core.errors import SettingError
 from hal_core.integrations.vllm.kv import CacheRequest
 from hal_core.integrations.vllm.options import HalOptions
+from hal_core.integrations.vllm.source import checkpoint_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,9 +43,9 @@ def cache_params(config: VllmConfig) -> Mapping[int, KVParams]:
     Raises:
         FormatError: scales that no cache can use.
     """
-    return _checkpoint_params(config.model_config.model)
+    return _checkpoint_params(checkpoint_name(config.model_config.model, config.model_config.revision))
 
 
 @functools.lru_cache(maxsize=1)
-def _checkpoint_params(model: str) -> Mapping[int, KVParams]:
-    return open_checkpoint(model).kv_params()
+def _checkpoint_params(name: str) -> Mapping[int, KVParams]:
+    return open_checkpoint(name).kv_params()
