@@ -6,6 +6,7 @@ import ctypes
 import functools
 import json
 import os
+import re
 import sys
 from dataclasses import dataclass
 from importlib import metadata
@@ -14,10 +15,14 @@ from typing import Any
 
 from hal_core.errors import HalError, MissingDependencyError
 
-__all__ = ["DeviceFacts", "Matrix", "NativeError", "Program", "cpu_queue", "describe", "library", "runtime_version"]
+__all__ = ["DeviceFacts", "Matrix", "NativeError", "Program", "cpu_queue", "describe", "library", "one_runtime", "runtime_version"]
 
 _LIBRARY = Path(__file__).with_name("_hal_backend_xpu.so")
 _INSTALL = 'pip install "hal-backend-xpu[runtime]"'
+
+
+#: A mapped file of the runtime: its path, and the version of its binary interface.
+_RUNTIME = re.compile(r"(/\S*/libsycl\.so\.(\d+)\S*)$", re.MULTILINE)
 
 
 class NativeError(HalError):
@@ -87,6 +92,21 @@ def library() -> ctypes.CDLL:
         function = getattr(found, name)
         function.restype, function.argtypes = result, arguments
     return found
+
+
+def one_runtime(mapped: str) -> None:
+    """Raise where torch and this library came to use different SYCL runtimes: a queue of one is not an object of the other.
+
+    Args:
+        mapped: what ``/proc/self/maps`` says after both have loaded theirs.
+
+    Raises:
+        MissingDependencyError: runtimes of several binary interfaces are loaded.
+    """
+    found = {version: path for path, version in _RUNTIME.findall(mapped)}
+    if len(found) > 1:
+        fix = "install a torch for XPU that is built for the SYCL runtime of 2026, as 2.14 is, beside this wheel's [runtime]"
+        raise MissingDependencyError("torch's queue in the SYCL runtime of hal-backend-xpu", " and ".join(sorted(found.values())), fix)
 
 
 def _failed(asked: str) -> NativeError:

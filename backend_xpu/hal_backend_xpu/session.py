@@ -43,6 +43,8 @@ class Session:
 
     def __init__(self, device: torch.device, engine: str | None = None) -> None:
         self.device, self._asked = device, engine
+        if not self.on_host:
+            self._check_runtime()
         self.facts = native.describe(self.queue)
         self._programs: dict[tuple[str, Engine, tuple[str, ...]], native.Program] = {}
         self._lock = threading.Lock()
@@ -58,6 +60,13 @@ class Session:
         if self.on_host:
             return native.cpu_queue()
         return int(torch.xpu.current_stream(self.device).sycl_queue)
+
+    @staticmethod
+    def _check_runtime() -> None:
+        """Before torch's queue crosses: both sides have loaded what they use."""
+        torch.xpu.init()
+        native.library()
+        native.one_runtime(Path("/proc/self/maps").read_text(errors="replace"))
 
     def engine(self, element: str) -> Engine:
         """How products of ``element`` are made here."""

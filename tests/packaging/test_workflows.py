@@ -53,6 +53,8 @@ def test_every_backend_is_built_tested_and_verified_for_the_rows_of_its_matrix(v
     hardware = found["hardware"]
     assert hardware["with"]["vendor"] == vendor
     assert hardware["with"]["rows"] == "${{ needs.build.outputs.rows }}"
+    wheel = (ROOT / f"backend_{vendor}" / "pyproject.toml").read_text()
+    assert hardware["with"].get("extras", "") == ("[runtime]" if re.search(r"^runtime = ", wheel, re.MULTILINE) else "")
     assert "github.event_name != 'pull_request'" in hardware["if"], "a stranger's code would run on a machine of ours"
     uploads = [step["with"]["name"] for step in found["build"]["steps"] if "upload-artifact" in step.get("uses", "")]
     assert f"wheels-{vendor}" in uploads
@@ -61,6 +63,7 @@ def test_every_backend_is_built_tested_and_verified_for_the_rows_of_its_matrix(v
 def test_hardware_takes_its_jobs_from_the_rows_and_sends_back_what_was_found():
     (job,) = jobs(ROOT / ".github" / "workflows" / "hardware.yml").values()
     assert job["strategy"]["matrix"] == "${{ fromJSON(inputs.rows) }}"
+    assert any("hal_backend_$VENDOR" in script and "$EXTRAS" in script for script in (step.get("run", "") for step in job["steps"]))
     fields = set(re.findall(r"matrix\.(\w+)", str(job)))
     from hal_core.matrix import MatrixRow
 
