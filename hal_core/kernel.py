@@ -292,9 +292,7 @@ def _weight_roles(spec: Spec) -> tuple[tuple[str, WeightScheme], ...]:
     if isinstance(spec, MoESpec):
         gate = (("gate", spec.gate),) if spec.gate else ()
         return (*gate, ("up", spec.up), ("down", spec.down))
-    if isinstance(spec, KVCacheSpec):
-        return ()
-    return (("weight", spec.weights),)
+    return () if isinstance(spec, KVCacheSpec) else (("weight", spec.weights),)
 
 
 def _no(code: str, asked: str, fix: str) -> Refusal:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hal_backend_xpu.kv_op import XpuKVOp
 
+from hal_core.errors import ShapeError
 from hal_core.kv.op import KVParams
 from hal_core.kv.scheme import KVScheme
 from hal_core.reference.kv import ReferenceKVOp
@@ -86,3 +87,14 @@ def test_a_stored_nan_reaches_those_who_see_it():
     assert found[:, :3].isnan().flatten(1).any(1).tolist() == [False, False, True, True]
     assert found[:, 3:, 7].isnan().any(1).tolist() == [False, False, False, True]
     assert not found[:, 3:, :7].isnan().any()
+
+
+def test_a_result_that_does_not_fit_is_an_error_under_compile_too():
+    spec = cache("bf16", "bf16")
+    op, generator = XpuKVOp(spec, params(spec)), rng()
+    pages, tails, table = filled(spec, op, generator, (40,))
+    q = torch.randn(2, spec.num_heads, spec.head_dim, generator=generator).bfloat16()
+    lengths, starts = torch.tensor([40], dtype=torch.int32), torch.tensor([0, 2], dtype=torch.int32)
+    graph = torch.compile(lambda out: op.attend(q, pages, table, lengths, starts, tails=tails, out=out), backend="eager")
+    with pytest.raises(ShapeError, match="out"):
+        graph(torch.empty(2, spec.num_heads, spec.v_dim, dtype=torch.float64))

@@ -13,8 +13,9 @@ from hal_core.errors import MissingDependencyError
 
 
 def mapped(*paths):
-    lines = "\n".join(f"7f00{at:08x}-7f01{at:08x} r-xp 00000000 fe:00 {at}    {path}" for at, path in enumerate(paths))
-    return f"5500000000-5500001000 r-xp 00000000 fe:00 1    /usr/bin/python3\n{lines}\n7ffc00000000-7ffc00021000 rw-p 0 00:00 0    [stack]\n"
+    """Lines of ``/proc/self/maps``."""
+    lines = (f"7f00{at:08x}-7f01{at:08x} r-xp 00000000 fe:00 {at}    {path}\n" for at, path in enumerate(("/usr/bin/python3", *paths)))
+    return "".join((*lines, "7ffc00000000-7ffc00021000 rw-p 00000000 00:00 0    [stack]\n"))
 
 
 OURS, OLDER = "/v/lib/libsycl.so.9.0.0", "/v/lib/torch/libsycl.so.8"
