@@ -6,14 +6,14 @@ the key of a layer is a digest of what is served and the layer's name.
 
 from __future__ import annotations
 
-import gc
 import hashlib
+import itertools
 import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from hal_core.errors import SettingError, ShapeError
+from hal_core.errors import ShapeError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,6 +25,9 @@ __all__ = ["HeldLayer", "counters", "get", "hold", "reports", "serving_key"]
 _log = logging.getLogger("vllm.hal_core")
 #: Each is owned by its layer: those of an engine that is gone are gone too.
 _held: WeakValueDictionary[str, HeldLayer] = WeakValueDictionary()
+#: All that live, by key and in order: engines that serve alike share keys, since they share compiled graphs, and the newest answers.
+_living: WeakValueDictionary[tuple[str, int], HeldLayer] = WeakValueDictionary()
+_numbers = itertools.count()
 _told: set[tuple[str, str]] = set()
 
 
@@ -57,18 +60,9 @@ def serving_key(*parts: object) -> str:
 
 
 def hold(key: str, held: HeldLayer) -> str:
-    """Keep a layer and say which kernels serve it, once for equal ones; returns its key.
-
-    Raises:
-        SettingError: a living engine has a layer of this key; compiled graphs, which two equal engines share, would call either's.
-    """
+    """Keep a layer and say which kernels serve it, once for equal ones; returns its key."""
     name = f"{key}:{held.layer}"
-    if name in _held:
-        gc.collect()  # an engine that was dropped is a cycle
-    if name in _held:
-        found = "another engine of this process serves the same checkpoint in the same way"
-        raise SettingError(f"layer {held.layer}", found, "shut that one down and drop it first, or start this one in a process of its own")
-    _held[name] = held
+    _held[name] = _living[name, next(_numbers)] = held
     for op in held.ops:
         selection = op.selection
         if selection is not None and (str(selection.spec), selection.kernel) not in _told:
@@ -85,6 +79,11 @@ def get(key: str) -> HeldLayer:
         ShapeError: no such layer in this process.
     """
     held = _held.get(key)
+    if held is None:  # never, or the newest is gone and an older one serves on
+        numbered = [(number, layer) for (name, number), layer in _living.items() if name == key]
+        held = max(numbered, key=lambda pair: pair[0])[1] if numbered else None
+        if held is not None:
+            _held[key] = held
     if held is None:
         raise ShapeError(
             f"hal layer {key}", "not prepared in this process", "serve the model in one engine, or remove vLLM's compile cache"
