@@ -11,14 +11,14 @@ import torch
 from hal_backend_xpu import native, store
 from hal_backend_xpu.session import Session
 
+pytestmark = pytest.mark.usefixtures("sycl_device")
+
 CPU = torch.device("cpu")
 SORTED = "rows.hpp"
 #: Starts a process of its own, and prints how long all programs of the four-bit ops took.
 START = """
 import time, torch
 from hal_backend_xpu.session import session
-
-pytestmark = pytest.mark.usefixtures("sycl_device")
 here = session(torch.device("cpu"))
 start = time.perf_counter()
 for header, name, element in (("rows.hpp", "sum_slots", None), ("rows_int4.hpp", "rows_int4", None),
