@@ -111,12 +111,14 @@ def params(spec: KVCacheSpec) -> KVParams:
     return KVParams(torch.rand(count) * 0.1 + 0.02, torch.rand(count) * 0.1 + 0.05, "calibrated")
 
 
-def both(spec: KVCacheSpec, lengths: list[int], level: str = LEVELS[-1]) -> tuple[Cache, Cache]:
+def both(
+    spec: KVCacheSpec, lengths: list[int], level: str = LEVELS[-1], filled: tuple[Tensor, Tensor] | None = None
+) -> tuple[Cache, Cache]:
     """The native cache and the reference's, filled by the same appends: a long one, single tokens, the rest."""
     given = params(spec)
     pair = cache(CpuKV(spec, given, level), lengths), cache(ReferenceKVOp(spec, given), lengths)
     for sequence, length in enumerate(lengths):
-        k, v = tokens(spec, max(length, 2))
+        k, v = tokens(spec, max(length, 2)) if filled is None else filled
         cuts = sorted({0, length // 2, min(length, length // 2 + 1), min(length, length // 2 + 2), length})
         for begin, end in itertools.pairwise(cuts):
             for each in pair:

@@ -55,14 +55,15 @@ def test_codes_are_the_references(pair, level):
     """Bit for bit, but for the sums of a rotation, whose order differs in the last place."""
     for dim, value_dim in some(DIMS, 3, pair, level):
         spec = spec_of(pair, dim=dim, value_dim=value_dim, dtype="fp32")
-        native, reference = both(spec, [75], level)
-        for scheme, found, wanted in zip((spec.keys, spec.values), native.read(0, 75), reference.read(0, 75), strict=True):
-            if scheme.kind != "turboquant":
+        filled = tokens(spec, 75)
+        native, reference = both(spec, [75], level, filled)
+        for side, x, found, wanted in zip(("keys", "values"), filled, native.read(0, 75), reference.read(0, 75), strict=True):
+            if getattr(spec, side).kind != "turboquant":
                 assert torch.equal(found, wanted)
                 continue
             error = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1)
             # a code apart moves a vector by a hundredth and more
-            assert int((error > 2e-6).sum()) <= 1
+            assert not bool(((error > 2e-6) & ~unsure(spec, side, x)).any())
             assert float(error.median()) < 1e-6
 
 

@@ -80,9 +80,9 @@ def test_torch_has_a_lower_bound_and_no_upper_bound(core_wheel):
     assert str(torch.specifier) == ">=2.11"
 
 
-def test_no_requirement_has_an_upper_bound(core_wheel):
+def test_no_requirement_has_an_upper_bound_but_the_engine_whose_interfaces_move(core_wheel):
     bounded = [str(r) for group in requirements(core_wheel).values() for r in group if re.search("<|==|~=", str(r.specifier))]
-    assert bounded == []
+    assert [text for text in bounded if not text.startswith("vllm")] == []
 
 
 def test_every_runtime_requirement_is_imported(core_wheel):

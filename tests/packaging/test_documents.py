@@ -84,7 +84,8 @@ def test_constraints_pin_everything_that_is_asked_for(core_wheel, repository):
     constraints = (repository / "constraints.txt").read_text(encoding="utf-8")
     pinned = {name.lower().replace("_", "-") for name in re.findall(r"^([\w.-]+)==", constraints, re.MULTILINE)}
     asked = {Requirement(line).name for line in core_wheel.metadata().get_all("Requires-Dist")}
-    assert asked - pinned == set()
+    # vLLM is tested in an environment of its own, at the version that the Makefile names
+    assert asked - pinned == {"vllm"}
 
 
 def test_nothing_is_installed_at_a_version_that_is_not_pinned(repository):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from hal_core.ops import Op
 
-__all__ = ["HeldLayer", "counters", "get", "hold", "reports", "serving_key"]
+__all__ = ["HeldLayer", "get", "hold", "serving_key"]
 
 _log = logging.getLogger("vllm.hal_core")
 #: Each is owned by its layer: those of an engine that is gone are gone too.
@@ -89,13 +89,3 @@ def get(key: str) -> HeldLayer:
             f"hal layer {key}", "not prepared in this process", "serve the model in one engine, or remove vLLM's compile cache"
         )
     return held
-
-
-def reports() -> list[dict[str, Any]]:
-    """What serves each layer of this process, in the order in which they were prepared."""
-    return [held.report() for held in _held.values()]
-
-
-def counters() -> dict[str, int]:
-    """Calls by layer."""
-    return {held.layer: held.calls for held in _held.values()}
