@@ -26,6 +26,7 @@ class _Prepared(nn.Module):
 
     asked: ClassVar[str]
     device: torch.device
+    output: torch.dtype
 
     @abstractmethod
     def packed(self, weight: QuantizedTensor) -> Any:
@@ -34,6 +35,10 @@ class _Prepared(nn.Module):
     @abstractmethod
     def refresh(self) -> None:
         """Take up the buffers as they are, and where they lie."""
+
+    def room(self, out: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+        """``out``, or new memory; raises where it does not fit."""
+        return check_out(self.asked, out, shape, self.output, self.device)
 
     def _apply(self, fn: object, recurse: bool = True) -> _Prepared:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -71,9 +76,22 @@ class PreparedLinear(_Prepared, QuantLinear):
         rows = check_rows(self.asked, x, self.spec.k, self.dtype, self.device)
         return rows, (*x.shape[:-1], self.spec.n)
 
-    def room(self, out: Tensor | None, shape: tuple[int, ...]) -> Tensor:
-        """``out``, or new memory; raises where it does not fit."""
-        return check_out(self.asked, out, shape, self.output, self.device)
+    @abstractmethod
+    def traced(self, rows: Tensor) -> Tensor:
+        """The product by a registered op, as part of a graph: new memory ``[M, N]``."""
+
+    @abstractmethod
+    def launch(self, rows: Tensor, out: Tensor) -> None:
+        """The product at once, into ``out [M, N]``."""
+
+    def compute(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        rows, shape = self.checked(x)
+        if torch.compiler.is_compiling():
+            y = self.traced(rows).view(shape)
+            return y if out is None else self.room(out, shape).copy_(y)
+        y = self.room(out, shape)
+        self.launch(rows, y.view(-1, self.spec.n))
+        return y
 
     def update(self, weights: LinearWeights) -> None:
         check_linear_weights(self.spec, weights)
@@ -100,14 +118,30 @@ class PreparedExperts(_Prepared, MoEExperts):
         """``x`` as contiguous rows; raises where it is not of the spec's width and dtype, or elsewhere."""
         return check_rows(self.asked, x, self.spec.hidden, self.dtype, self.device)
 
-    def room(self, out: Tensor | None, shape: tuple[int, ...]) -> Tensor:
-        """``out``, or new memory; raises where it does not fit."""
-        return check_out(self.asked, out, shape, self.output, self.device)
-
     def routing(self, routing: Any, x: Any, expert_map: Tensor | None) -> tuple[Tensor, Tensor]:
         """Contiguous ids and weights; raises where shapes, dtypes or devices do not agree. What ids are is seen on the device."""
         routed = check_routing_form(self.asked, self.spec, x, routing, expert_map)
         return routed.topk_ids.contiguous(), routed.topk_weights.contiguous()
+
+    @abstractmethod
+    def traced(self, rows: Tensor, ids: Tensor, weights: Tensor, expert_map: Tensor | None, reduce: bool) -> Tensor:
+        """All experts by a registered op, as part of a graph: new memory ``[T, H]``, or ``[T, k, H]`` unreduced."""
+
+    @abstractmethod
+    def launch(self, rows: Tensor, ids: Tensor, weights: Tensor, expert_map: Tensor | None, out: Tensor) -> Tensor:
+        """All experts at once, into ``out [T, H]``, or ``[T, k, H]`` unreduced; returns it."""
+
+    def compute(
+        self, x: Any, routing: Any, expert_map: Tensor | None, out: Tensor | None, workspace: Tensor | None, reduce: bool
+    ) -> Tensor:
+        ids, weights = self.routing(routing, x, expert_map)
+        rows = self.checked(x)
+        mapping = None if expert_map is None else expert_map.contiguous()
+        shape = (rows.shape[0], self.spec.hidden) if reduce else (*ids.shape, self.spec.hidden)
+        if torch.compiler.is_compiling():
+            y = self.traced(rows, ids, weights, mapping, reduce)
+            return y if out is None else self.room(out, shape).copy_(y)
+        return self.launch(rows, ids, weights, mapping, self.room(out, shape))
 
     def workspace_size(self, max_tokens: int) -> int:
         return 0  # scratch comes from torch's allocator, which captured graphs keep

@@ -6,9 +6,7 @@ returns.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING
 
 from hal_backend_xpu.declared import device_of
 from hal_backend_xpu.layout import WordMatrix
@@ -44,14 +42,11 @@ class Int4Linear(PreparedLinear):
         self.view = Int4View.of(self.weight, self.held_bias("bias"))
         self.device = device_of(self.view.codes)
 
-    def compute(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        rows, shape = self.checked(x)
-        if torch.compiler.is_compiling():
-            y = call_linear(rows, self.view, self.output).view(shape)
-            return y if out is None else self.room(out, shape).copy_(y)
-        y = self.room(out, shape)
-        linear(rows, self.view, y.view(-1, self.spec.n), self.engine)
-        return y
+    def traced(self, rows: Tensor) -> Tensor:
+        return call_linear(rows, self.view, self.output)
+
+    def launch(self, rows: Tensor, out: Tensor) -> None:
+        linear(rows, self.view, out, self.engine)
 
 
 class Int4Experts(PreparedExperts):
@@ -108,17 +103,11 @@ class Int4Experts(PreparedExperts):
         """Whether the spec that the op was prepared for tolerates rescaled weights."""
         return self.spec.numerics.weights == "rescaled"
 
-    def compute(
-        self, x: Any, routing: Any, expert_map: Tensor | None, out: Tensor | None, workspace: Tensor | None, reduce: bool
-    ) -> Tensor:
-        ids, weights = self.routing(routing, x, expert_map)
-        rows = self.checked(x)
-        mapping = None if expert_map is None else expert_map.contiguous()
-        shape = (rows.shape[0], self.spec.hidden) if reduce else (*ids.shape, self.spec.hidden)
-        if torch.compiler.is_compiling():
-            y = call_experts(rows, ids, weights, mapping, self.block, reduce, self.output)
-            return y if out is None else self.room(out, shape).copy_(y)
-        return experts(rows, ids, weights, mapping, self.block, self.room(out, shape), self.engine)
+    def traced(self, rows: Tensor, ids: Tensor, weights: Tensor, expert_map: Tensor | None, reduce: bool) -> Tensor:
+        return call_experts(rows, ids, weights, expert_map, self.block, reduce, self.output)
+
+    def launch(self, rows: Tensor, ids: Tensor, weights: Tensor, expert_map: Tensor | None, out: Tensor) -> Tensor:
+        return experts(rows, ids, weights, expert_map, self.block, out, self.engine)
 
     def __del__(self) -> None:
         if "block" in self.__dict__:

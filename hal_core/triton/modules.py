@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -48,18 +48,14 @@ class TritonLinear(PreparedLinear):
     def refresh(self) -> None:
         self.view, self.device = _view(self.weight, self.held_bias("bias")), _where(self.weight)
 
-    def compute(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        rows, shape = self.checked(x)
-        if torch.compiler.is_compiling():
-            y = call_linear(rows, self.view, self.spec.n, X_GROUP, self.output).view(shape)
-            return y if out is None else self.room(out, shape).copy_(y)
-        y = self.room(out, shape)
-        flat = y.view(-1, self.spec.n)
+    def traced(self, rows: Tensor) -> Tensor:
+        return call_linear(rows, self.view, self.spec.n, X_GROUP, self.output)
+
+    def launch(self, rows: Tensor, out: Tensor) -> None:
         if isinstance(self.view, IntegerMatrix):
-            integer_linear(rows, self.view, flat)
+            integer_linear(rows, self.view, out)
         else:
-            float_linear(rows, self.view, flat, X_GROUP)
-        return y
+            float_linear(rows, self.view, out, X_GROUP)
 
 
 class TritonExperts(PreparedExperts):
@@ -81,17 +77,11 @@ class TritonExperts(PreparedExperts):
         if self.device.type != "meta":
             device_flag(self.device)  # now, so that no captured graph makes it
 
-    def compute(
-        self, x: Any, routing: Any, expert_map: Tensor | None, out: Tensor | None, workspace: Tensor | None, reduce: bool
-    ) -> Tensor:
-        ids, weights = self.routing(routing, x, expert_map)
-        rows = self.checked(x)
-        mapping = None if expert_map is None else expert_map.contiguous()
-        shape = (rows.shape[0], self.spec.hidden) if reduce else (*ids.shape, self.spec.hidden)
-        if torch.compiler.is_compiling():
-            y = call_experts(rows, ids, weights, mapping, self.experts, reduce, self.output)
-            return y if out is None else self.room(out, shape).copy_(y)
-        return moe(rows, ids, weights, mapping, self.experts, self.room(out, shape))
+    def traced(self, rows: Tensor, ids: Tensor, weights: Tensor, expert_map: Tensor | None, reduce: bool) -> Tensor:
+        return call_experts(rows, ids, weights, expert_map, self.experts, reduce, self.output)
+
+    def launch(self, rows: Tensor, ids: Tensor, weights: Tensor, expert_map: Tensor | None, out: Tensor) -> Tensor:
+        return moe(rows, ids, weights, expert_map, self.experts, out)
 
 
 class GroupedExperts(TritonExperts):
