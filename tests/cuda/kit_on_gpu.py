@@ -1,10 +1,10 @@
 """The conformance kit of the CUDA backend in several processes, for a machine that is lent by the minute.
 
-    python tests/cuda/kit_on_gpu.py --out FILE.json [--seconds 240] [--full-of GLOB ..] [--each 6] [--not GLOB] [--done EARLIER.json ..]
+    python tests/cuda/kit_on_gpu.py --out FILE.json [--seconds 240] [--full-of GLOB ..] [--each 6] [--not GLOB ..] [--done EARLIER.json ..]
 
 Kernels that match ``--full-of`` have all cases of the kit's quick profile, those of ``--not`` none, the others ``--each`` cases of every
 check. Cases that an earlier file holds are not run again. Humming's tables are cut to two tiles. ``hal verify cuda`` does the same in one
-process, with whole tables; here a file is written even when time runs out.
+process, with whole tables; here a file is written even when time runs out. It is of the form of ``hal verify --json``, for ``hal matrix``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hal_core.jsonable import to_json
 from hal_core.testing.case import Result, Status
 from hal_core.testing.kit import Report, kit_of
 from hal_core.testing.run import run_case
-from hal_core.testing.writers import as_markdown
+from hal_core.testing.writers import as_json, as_markdown
 
 #: Cases of one unit of work, neighbours of one kernel: they share compiled kernels.
 _UNIT = 8
@@ -34,11 +34,11 @@ _UNIT = 8
 _GRACE = 15
 
 
-def cases(whole: tuple[str, ...], each: int, without: str):
+def cases(whole: tuple[str, ...], each: int, without: tuple[str, ...]):
     """Units of ``(plan, case)`` in the order in which they are run: kernels in turn, so that time is spread; accuracy last."""
     by_kernel: dict[str, list] = {}
     for plan, case in kit_of(("cuda",)).cases():
-        if fnmatchcase(case.kernel, f"cuda.{without}"):
+        if any(fnmatchcase(case.kernel, f"cuda.{glob}") for glob in without):
             continue
         by_kernel.setdefault(case.kernel, []).append((plan, case))
     units = []
@@ -82,11 +82,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=240)
     parser.add_argument("--full-of", nargs="*", default=["*"])
     parser.add_argument("--each", type=int, default=0)
-    parser.add_argument("--not", dest="without", default="")
+    parser.add_argument("--not", dest="without", nargs="*", default=[])
     parser.add_argument("--done", type=Path, nargs="*", default=[])
     options = parser.parse_args()
     until, earlier = time.time() + options.seconds, [row for path in options.done for row in json.loads(path.read_text())["results"]]
-    chosen = (tuple(options.full_of), options.each, options.without)
+    chosen = (tuple(options.full_of), options.each, tuple(options.without))
     count, done, rows = len(cases(*chosen)), frozenset(row["case"] for row in earlier), list(earlier)
     context = multiprocessing.get_context("spawn")
     with context.Pool(options.jobs, begin, chosen) as pool:
@@ -104,7 +104,7 @@ def main() -> None:
     counts = {status.value: report.count(status) for status in Status}
     versions = {"torch": torch.__version__, "triton": triton.__version__, "gpu": torch.cuda.get_device_name()}
     whole = {"date": time.strftime("%Y-%m-%d"), **versions, "cases": len(wanted), "not_run": len(missing), "counts": counts}
-    options.out.write_text(json.dumps({**whole, "results": to_json(results)}) + "\n", encoding="utf-8")
+    options.out.write_text(json.dumps({**whole, **as_json(report)}) + "\n", encoding="utf-8")
     options.out.with_suffix(".md").write_text(as_markdown(report), encoding="utf-8")
     print(json.dumps(whole))
     for result in report.failures:

@@ -1,9 +1,9 @@
 """One pass of every op with its routes and edges, on small sizes: for a memory checker around this program.
 
-    compute-sanitizer --tool memcheck python tests/cuda/one_pass.py [PART ..]
+    compute-sanitizer --tool memcheck python tests/cuda/one_pass.py [PART[=KERNEL] ..]
 
-Parts: integer, floats, fp8, torch, quantizers, flashinfer, humming_linear, humming_moe. Run it once without the checker first: what
-compiles is kept then.
+Parts: integer, floats, fp8, torch, quantizers, flashinfer, humming_linear, humming_moe; of the last two only one kernel where it is
+named. Run it once without the checker first: what compiles is kept then.
 """
 
 from __future__ import annotations
@@ -98,9 +98,9 @@ def quantizers() -> None:
         launch.quantize_fp8(x, None)
 
 
-def humming(kind: str = "") -> None:
+def humming(kind: str, only: str = "") -> None:
     runtime.Problem.table = two_tiles.table
-    tried([name for name in BY_NAME if f"{kind}_humming" in name])
+    tried([name for name in BY_NAME if f"{kind}_humming" in name and only in name])
 
 
 def flashinfer() -> None:
@@ -127,7 +127,8 @@ PARTS = {f.__name__: f for f in (integer, floats, fp8, quantizers, flashinfer)} 
 def main() -> None:
     for part in sys.argv[1:] or PARTS:
         begin = time.perf_counter()
-        PARTS[part]()
+        name, _, only = part.partition("=")
+        PARTS[name](*([only] if only else []))
         torch.cuda.synchronize()
         print(f"{part} done in {time.perf_counter() - begin:.1f} s", flush=True)
 
