@@ -8,6 +8,7 @@ import torch
 
 from hal_core.triton.launch import quantize_fp8
 from hal_core.triton.modules import TritonLinear
+from hal_core.triton.repeat import called, made
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,9 +16,21 @@ if TYPE_CHECKING:
 __all__ = ["ScaledLinear"]
 
 
-def _scaled(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+def _scaled_into(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, out: Tensor) -> None:
     codes, tokens = quantize_fp8(x, None)
-    return torch._scaled_mm(codes, weight.t(), scale_a=tokens, scale_b=scales[None, :], bias=bias, out_dtype=torch.bfloat16)
+    rounded = None if bias is None else made(torch.Tensor.to, bias, torch.bfloat16)
+    called(torch._scaled_mm, codes, weight.t(), scale_a=tokens, scale_b=scales[None, :], bias=rounded, out_dtype=out.dtype, out=out)
+
+
+def _scaled(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    out = _room(x, weight)
+    if x.shape[0]:
+        _scaled_into(x, weight, scales, bias, out)
+    return out
+
+
+def _room(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0], dtype=torch.bfloat16)
 
 
 _SCALED = torch.library.custom_op(
@@ -27,17 +40,15 @@ _SCALED = torch.library.custom_op(
 
 @_SCALED.register_fake
 def _scaled_fake(x, weight, scales, bias):
-    return x.new_empty(x.shape[0], weight.shape[0])
+    return _room(x, weight)
 
 
 class ScaledLinear(TritonLinear):
     """``y = x @ w.T + bias`` in bfloat16."""
 
-    def compute(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        rows, shape = self.checked(x)
-        if not rows.shape[0]:
-            return self.room(out, shape)
-        product = _SCALED if torch.compiler.is_compiling() else _scaled
-        bias = None if self.view.bias is None else self.view.bias.to(torch.bfloat16)
-        y = product(rows, self.view.weight, self.view.scales, bias).view(shape)
-        return y if out is None else self.room(out, shape).copy_(y)
+    def traced(self, rows: Tensor) -> Tensor:
+        return _SCALED(rows, self.view.weight, self.view.scales, self.view.bias)
+
+    def launched(self, rows: Tensor, out: Tensor) -> None:
+        if rows.shape[0]:
+            _scaled_into(rows, self.view.weight, self.view.scales, self.view.bias, out)

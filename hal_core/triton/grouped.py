@@ -8,6 +8,7 @@ import torch
 
 from hal_core.triton import launch, routing
 from hal_core.triton.launch import FloatMatrix
+from hal_core.triton.repeat import made, room
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,7 +23,7 @@ _TILE = 8
 
 def _product(rows: Tensor, matrix: object, ends: Tensor) -> Tensor:
     assert isinstance(matrix, FloatMatrix)  # what the kernel declares
-    return torch._grouped_mm(rows, matrix.weight.transpose(-1, -2), offs=ends)
+    return made(torch._grouped_mm, rows, matrix.weight.transpose(-1, -2), offs=ends)
 
 
 def grouped_experts(
@@ -36,7 +37,7 @@ def grouped_experts(
     order = launch.sort_slots(ids, expert_map, experts.num_experts, experts.local, _TILE, places, flag, scratch, placed=True)
     assert order.ends is not None
     assert order.places is not None
-    rows, ends = torch.empty(places, hidden, dtype=x.dtype, device=x.device), order.ends[: experts.local]
+    rows, ends = room((places, hidden), x.dtype, x.device), order.ends[: experts.local]
     width = min(1024, max(64, 1 << (hidden - 1).bit_length()))
     values = {
         "x_ptr": x, "out_ptr": rows, "slots_ptr": order.slots, "total_ptr": order.total, "numel": slots, "H": hidden, "top_k": top_k,
@@ -45,7 +46,7 @@ def grouped_experts(
     launch.run(routing.gather_rows, (places, -(-hidden // width)), values, 4, 1)
     up = _product(rows, experts.up, ends)
     gate = None if experts.gate is None else _product(rows, experts.gate, ends)
-    inner = torch.empty_like(up)
+    inner = room(up.shape, up.dtype, up.device)
     launch.activate(up, gate, inner, launch.Epilogue(experts.kind, experts.alpha, experts.limit))
     y = _product(inner, experts.down, ends)
     launch.weighted_sum(y, out, order.places.view(tokens, top_k), weights, None, 0, 0, experts.scaling, placed=True)

@@ -10,6 +10,8 @@ import torch
 
 from hal_core.triton import gemm, gemm_float, quantizers, routing, widen
 from hal_core.triton.layout import step_size
+from hal_core.triton.matrices import FloatMatrix, IntegerMatrix
+from hal_core.triton.repeat import launched, room
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,7 +19,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from hal_core.triton.configs import Tile
-    from hal_core.triton.layout import StepMatrix
 
 __all__ = [
     "Epilogue", "FloatMatrix", "IntegerMatrix", "Route", "Sorted", "activate", "arch_of", "direct", "float_product", "integer_product",
@@ -30,7 +31,7 @@ _FEW, _CHUNK = 1024, 256
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], values: dict[str, Any], warps: int, stages: int) -> None:
-    kernel[grid](**values, num_warps=warps, num_stages=stages)
+    launched(kernel, grid, values, kernel[grid](**values, num_warps=warps, num_stages=stages))
 
 
 #: Replaced by tests that only compile.
@@ -45,65 +46,6 @@ def arch_of(device: torch.device) -> str:
     properties = torch.cuda.get_device_properties(device)
     name = getattr(properties, "gcnArchName", "") if torch.version.hip else ""
     return name.partition(":")[0] or f"sm_{properties.major}{properties.minor}"
-
-
-@dataclass(frozen=True, eq=False)
-class IntegerMatrix:
-    """Packed weights as ``integer_gemm`` reads them; group 0: one scale a row."""
-
-    codes: Tensor
-    scales: Tensor
-    zeros: Tensor | None
-    mins: Tensor | None
-    perm: Tensor | None
-    bias: Tensor | None
-    n: int
-    k: int
-    group: int
-    bits: int
-
-    @classmethod
-    def of(cls, matrix: StepMatrix, bias: Tensor | None) -> IntegerMatrix:
-        own = matrix._buffers  # by attribute torch looks in three places
-        return cls(
-            own["codes"], own["scales"], own["zeros"], own["mins"], own["perm"], bias,  # type: ignore[arg-type]
-            matrix.n, matrix.k, matrix.group if matrix.grouped else 0, matrix.scheme.bits,
-        )  # fmt: skip
-
-    @property
-    def zero_kind(self) -> str:
-        return "integer" if self.zeros is not None else "minimum" if self.mins is not None else "none"
-
-    @property
-    def shift(self) -> Tensor:
-        """Zeros or minima; anything where there are none."""
-        if self.zeros is not None:
-            return self.zeros
-        return self.scales if self.mins is None else self.mins
-
-    @property
-    def scale_group(self) -> int:
-        """The kernel adds minima where scales are applied, so that one group of all of K stands for none."""
-        step = step_size(self.bits)
-        return -(-self.k // step) * step if self.mins is not None and not self.group else self.group
-
-
-@dataclass(frozen=True, eq=False)
-class FloatMatrix:
-    """``weight [.., n, k]`` of bfloat16, float16 or e4m3; scales float32 by block or by row."""
-
-    weight: Tensor
-    scales: Tensor | None
-    bias: Tensor | None
-    block: tuple[int, int] | None = None
-
-    @property
-    def n(self) -> int:
-        return int(self.weight.shape[-2])
-
-    @property
-    def k(self) -> int:
-        return int(self.weight.shape[-1])
 
 
 @dataclass(frozen=True)
@@ -178,7 +120,7 @@ def sort_scratch(experts: int, device: torch.device) -> Tensor:
 def _rooms(device: torch.device, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
     """int32 rooms, each at 16 bytes: kernels are compiled anew for pointers that are not."""
     wide = [-(-size // 4) * 4 for size in sizes]
-    found = torch.split(torch.empty(sum(wide), dtype=torch.int32, device=device), wide)
+    found = torch.split(room((sum(wide),), torch.int32, device), wide)
     return tuple(room if room.shape[0] == size else room[:size] for room, size in zip(found, sizes, strict=True))
 
 
@@ -369,13 +311,13 @@ def flag_only(route: Route, flag: Tensor, top_k: int) -> None:
 
 def _scale_room(rows: int, groups: int, device: torch.device) -> Tensor:
     """``[rows, groups]``, in memory of whole steps of 16 bytes, in which products read them."""
-    return torch.empty(-(-rows // 4) * 4, groups, dtype=torch.float32, device=device)[:rows]
+    return room((-(-rows // 4) * 4, groups), torch.float32, device)[:rows]
 
 
 def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     """``x [rows, k]`` to int8 codes and float32 scales ``[rows]``, one a token."""
     rows, k = x.shape
-    codes, scales = torch.empty_like(x, dtype=torch.int8), _scale_room(rows, 1, x.device)[:, 0]
+    codes, scales = room(x.shape, torch.int8, x.device), _scale_room(rows, 1, x.device)[:, 0]
     if rows:
         width = min(4096, max(64, 1 << (k - 1).bit_length()))
         run(quantizers.int8_tokens, (rows,), {"x_ptr": x, "q_ptr": codes, "s_ptr": scales, "K": k, "BK": width}, 4, 1)
@@ -391,7 +333,7 @@ def quantize_fp8(x: Tensor, group: int | None, dtype: torch.dtype = torch.float8
     rows, k = x.shape
     width = 1 << (k - 1).bit_length() if group is None else group
     groups = -(-k // width)
-    codes = torch.empty_like(x, dtype=dtype)
+    codes = room(x.shape, dtype, x.device)
     scales = _scale_room(rows, groups, x.device)
     if rows:
         bm = max(1, min(16, 4096 // width))

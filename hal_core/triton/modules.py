@@ -14,6 +14,7 @@ from hal_core.triton.launch import FloatMatrix, IntegerMatrix, sort_scratch
 from hal_core.triton.layout import StepMatrix
 from hal_core.triton.ops import Experts, float_linear, integer_linear, moe
 from hal_core.triton.registered import call_experts, call_linear
+from hal_core.triton.repeat import Repeats
 from hal_core.triton.rows import RowMatrix
 
 if TYPE_CHECKING:
@@ -47,11 +48,16 @@ class TritonLinear(PreparedLinear):
 
     def refresh(self) -> None:
         self.view, self.device = _view(self.weight, self.held_bias("bias")), _where(self.weight)
+        self.repeats = Repeats()  # calls that were recorded hold addresses of before
 
     def traced(self, rows: Tensor) -> Tensor:
         return call_linear(rows, self.view, self.spec.n, X_GROUP, self.output)
 
     def launch(self, rows: Tensor, out: Tensor) -> None:
+        self.repeats(rows.shape[0], (rows, out), lambda: self.launched(rows, out))
+
+    def launched(self, rows: Tensor, out: Tensor) -> None:
+        """The launches themselves, as they are recorded."""
         if isinstance(self.view, IntegerMatrix):
             integer_linear(rows, self.view, out)
         else:
@@ -73,7 +79,7 @@ class TritonExperts(PreparedExperts):
             SWIGLU_OAI_ALPHA if act.alpha is None else act.alpha, act.limit, s.num_experts, s.local, s.routed_scaling,
             s.router_weight_on_input, X_GROUP, self.grouped, sort_scratch(s.local, _where(self.up)),
         )  # fmt: skip
-        self.device = _where(self.up)
+        self.device, self.repeats = _where(self.up), Repeats()  # as above
         if self.device.type != "meta":
             device_flag(self.device)  # now, so that no captured graph makes it
 
@@ -81,7 +87,9 @@ class TritonExperts(PreparedExperts):
         return call_experts(rows, ids, weights, expert_map, self.experts, reduce, self.output)
 
     def launch(self, rows: Tensor, ids: Tensor, weights: Tensor, expert_map: Tensor | None, out: Tensor) -> Tensor:
-        return moe(rows, ids, weights, expert_map, self.experts, out)
+        key = rows.shape[0], ids.dtype, weights.dtype, out.dim(), expert_map is None or expert_map.dtype
+        self.repeats(key, (rows, ids, weights, expert_map, out), lambda: moe(rows, ids, weights, expert_map, self.experts, out))
+        return out
 
 
 class GroupedExperts(TritonExperts):

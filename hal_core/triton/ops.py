@@ -31,6 +31,7 @@ from hal_core.triton.launch import (
     widened,
 )
 from hal_core.triton.layout import step_size
+from hal_core.triton.repeat import called, room
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,11 +60,13 @@ def integer_linear(x: Tensor, weight: IntegerMatrix, out: Tensor) -> Tensor:
 def _wide_linear(x: Tensor, weight: IntegerMatrix, out: Tensor) -> Tensor:
     """A few outputs at a time: their weights as bfloat16, then torch's own product."""
     part = max(64, _WRITTEN // (2 * weight.k) // 64 * 64)
-    room = torch.empty(min(part, weight.n), weight.k, dtype=x.dtype, device=x.device)
+    written = room((min(part, weight.n), weight.k), x.dtype, x.device)
     for first in range(0, weight.n, part):
-        wide = widened(weight, first, room[: min(part, weight.n - first)])
-        torch.mm(x, wide.t(), out=out[:, first : first + wide.shape[0]])
-    return out if weight.bias is None else out.add_(weight.bias)
+        wide = widened(weight, first, written[: min(part, weight.n - first)])
+        called(torch.mm, x, wide.t(), out=out[:, first : first + wide.shape[0]])
+    if weight.bias is not None:
+        called(torch.add, out, weight.bias, out=out)
+    return out
 
 
 def float_linear(x: Tensor, weight: FloatMatrix, out: Tensor, x_group: int = 128) -> Tensor:
@@ -81,7 +84,7 @@ def _linear(x: Tensor, scales: Tensor | None, weight: IntegerMatrix | FloatMatri
     if tile.split == 1:
         _product(x, scales, out, weight, None, route, tile, 1, Epilogue(), x_group)
         return
-    parts = torch.empty(tile.split, *out.shape, dtype=torch.float32, device=x.device)
+    parts = room((tile.split, *out.shape), torch.float32, x.device)
     _product(x, scales, parts, _without_bias(weight), None, route, tile, 1, Epilogue(), x_group)
     sum_slots(parts, out, route, 1.0, bias=weight.bias, parts=tile.split)
 
@@ -158,7 +161,7 @@ def moe(
     else:
         bm = max(tile.rows for tile in tiles)
         route = sorted_by_expert(ids, weights, expert_map, experts.num_experts, experts.local, bm, flag, experts.scratch)
-    inner = torch.empty(slots, experts.up.n, dtype=x.dtype, device=x.device)
+    inner = room((slots, experts.up.n), x.dtype, x.device)
     hidden, scales = _quantized(x, experts)
     first = Epilogue(experts.kind, experts.alpha, experts.limit, "input" if experts.router_on_input else "none")
     _product(hidden, scales, inner, experts.up, experts.gate, route, tiles[0], top_k, first, experts.x_group)
@@ -166,7 +169,7 @@ def moe(
     inner, scales = _quantized(inner, experts)
     if not reduce:
         return _unreduced(inner, scales, experts, route, tiles[1], second, flag, out)
-    slots_out = torch.empty(slots, experts.down.n, dtype=x.dtype, device=x.device)
+    slots_out = room((slots, experts.down.n), x.dtype, x.device)
     _product(inner, scales, slots_out, experts.down, None, route, tiles[1], 1, second, experts.x_group)
     sum_slots(slots_out, out, route, experts.scaling, flag if route.kind == "direct" else None)
     return out
@@ -176,11 +179,13 @@ def _unreduced(
     inner: Tensor, scales: Tensor | None, experts: Experts, route: Route, tile: Tile, epilogue: Epilogue, flag: Tensor, out: Tensor
 ) -> Tensor:
     """Slots that go nowhere are zero."""
-    out.zero_()
+    called(torch.Tensor.zero_, out)
     _product(inner, scales, out.view(route.rows, -1), experts.down, None, route, tile, 1, epilogue, experts.x_group)
     if route.kind == "direct":
         flag_only(route, flag, out.shape[1])
-    return out if experts.scaling == 1.0 else out.mul_(experts.scaling)
+    if experts.scaling != 1.0:
+        called(torch.Tensor.mul_, out, experts.scaling)
+    return out
 
 
 def _quantized(x: Tensor, experts: Experts) -> tuple[Tensor, Tensor | None]:

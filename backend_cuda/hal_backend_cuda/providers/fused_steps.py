@@ -65,9 +65,10 @@ class TritonSteps:
 
     def activate(self, y: Tensor, activation: Activation, gated: bool) -> Tensor:
         from hal_core.triton import launch
+        from hal_core.triton.repeat import room
 
         width = y.shape[1] // (2 if gated else 1)
-        out = torch.empty(y.shape[0], width, dtype=y.dtype, device=y.device)
+        out = room((y.shape[0], width), y.dtype, y.device)
         alpha = SWIGLU_OAI_ALPHA if activation.alpha is None else activation.alpha
         gate, up = (y[:, :width], y[:, width:]) if gated else (None, y)
         launch.activate(up, gate, out, launch.Epilogue(activation.kind, alpha, activation.limit))

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from hal_backend_cuda.providers.flashinfer.attention import FlashInferKV
-from hal_backend_cuda.providers.flashinfer.plans import CALLS, Batch
+from hal_backend_cuda.providers.flashinfer.plans import CALLS, Batch, Plan
 
 from hal_core.calls import Call, bind, find
 from hal_core.errors import ContractError, HalError, MissingDependencyError, ShapeError
@@ -176,3 +176,40 @@ def test_a_copy_has_plans_of_its_own():
     op.own[0] = ("a plan", "its batch")
     other = copy.deepcopy(torch.nn.Sequential(op))[0]
     assert (other.spec, other.key_scale, other.value_scale, other.own) == (op.spec, 0.5, 0.25, {})
+
+
+class Wrapper:
+    """One of FlashInfer's, as far as a run goes: it works out arguments and hands them to its module."""
+
+    def __init__(self, launches=1):
+        self._cached_module, self.launches, self.worked_out, self.got = self, launches, 0, []
+
+    def plan(self, **values):
+        pass
+
+    def paged_run(self, *args):
+        self.got.append(args)
+
+    def run(self, q, cache, *, k_scale, v_scale, out, lse, return_lse):
+        self.worked_out += 1
+        for _ in range(self.launches):
+            self._cached_module.paged_run("plan", q, *cache, out, lse, 0.5 * k_scale)
+
+
+@pytest.mark.parametrize(("launches", "v_scale", "direct"), [(1, 1.0, True), (2, 1.0, False), (1, 0.5, False)])
+def test_later_runs_of_a_plan_go_to_flashinfers_module_with_their_own_tensors(monkeypatch, launches, v_scale, direct):
+    wrapper = Wrapper(launches)
+    monkeypatch.setattr(Plan, "_wrapper", lambda self, maker, pages: wrapper)
+    plan = Plan(spec(), torch.device("cpu"), decode=True, graph=False)
+    for turn in range(3):
+        q, out, cache = torch.full((2, 8, 64), float(turn)), torch.empty(2, 8, 64), (torch.zeros(1), torch.ones(1))
+        logs = plan.run(q, cache, 2.0, v_scale, out, lse=True)
+        mark, *tensors, scale = wrapper.got[-1]
+        assert (mark, scale) == ("plan", 1.0)
+        assert all(one is two for one, two in zip(tensors, (q, *cache, out, logs), strict=True))
+    assert wrapper.worked_out == (1 if direct else 3)
+    assert wrapper._cached_module is wrapper
+    batch = Batch.of(torch.tensor([[0], [0]]), torch.tensor([3, 4]), torch.tensor([0, 1, 2]), 16, 1)
+    plan.set(batch, True, 1.0, torch.bfloat16, torch.bfloat16)
+    plan.run(q, cache, 2.0, v_scale, out, lse=True)
+    assert wrapper.worked_out == (2 if direct else 4)

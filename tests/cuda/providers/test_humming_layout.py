@@ -89,20 +89,21 @@ def test_scales_outside_fp16_are_refused(bad):
         humming_tensors(replace(found, scales=scales), "fp16")
 
 
-def test_gate_and_up_lie_one_below_the_other():
-    gate, up = weight("nvfp4:g16", (2, 128, 256), seed=1), weight("nvfp4:g16", (2, 128, 256), seed=2)
-    up = replace(up, global_scale=gate.global_scale)
-    both = stacked_rows([humming_tensors(gate, "bf16"), humming_tensors(up, "bf16")])
-    assert tuple(both["weight"].shape) == (2, 256, 32)
-    assert torch.equal(both["weight"][:, :128], humming_tensors(gate, "bf16")["weight"])
-    assert torch.equal(both["weight_scale_2"], gate.global_scale.float())
+def test_gate_and_up_lie_one_below_the_other_with_a_global_scale_for_each_row():
+    gate, up = weight("nvfp4:g16", (2, 128, 256), seed=1), weight("nvfp4:g16", (2, 64, 256), seed=2)
+    parts = [humming_tensors(gate, "bf16"), humming_tensors(up, "bf16")]
+    both = stacked_rows(parts, "bf16")
+    assert tuple(both["weight"].shape) == (2, 192, 32)
+    assert torch.equal(both["weight"][:, :128], parts[0]["weight"])
+    wholes = torch.cat([gate.global_scale.float()[:, None].expand(2, 128), up.global_scale.float()[:, None].expand(2, 64)], dim=1)
+    assert torch.equal(both["weight_scale_2"], wholes.bfloat16())
 
 
-def test_global_scales_of_gate_and_up_that_differ_are_refused():
-    gate, up = weight("nvfp4:g16", (2, 128, 256), seed=1), weight("nvfp4:g16", (2, 128, 256), seed=2)
-    up = replace(up, global_scale=gate.global_scale * 2)
-    with pytest.raises(UnfitWeightsError, match="global scales of gate and up differ"):
-        stacked_rows([humming_tensors(gate, "bf16"), humming_tensors(up, "bf16")])
+def test_global_scales_that_the_activations_dtype_cannot_hold_are_refused():
+    parts = [humming_tensors(weight("nvfp4:g16", (2, 128, 256), seed=seed), "fp16") for seed in (1, 2)]
+    parts[1]["weight_scale_2"] = parts[1]["weight_scale_2"] * 1e9
+    with pytest.raises(UnfitWeightsError, match="outside the range of fp16"):
+        stacked_rows(parts, "fp16")
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from hal_core.machine import Machine
     from hal_core.spec import KVCacheSpec
+    from hal_core.triton.repeat import Repeats
 
 __all__ = ["KERNELS", "FlashInferKV", "FlashInferKVOp"]
 
@@ -64,8 +65,10 @@ class FlashInferKVOp(KVOp):
         self.given: Plan | None = None
         self.dtype = torch_dtype(spec.dtype)
         self.row = torch.Size((spec.num_heads, spec.head_dim))
-        #: The last pages seen and their view, while they live: making it again would cost as much as FlashInfer's checks.
-        self.seen: tuple[weakref.ref[Tensor], Tensor] | None = None
+        #: The last pages seen and their views, while they live: making it again would cost as much as FlashInfer's checks.
+        self.seen: tuple[weakref.ref[Tensor], Tensor, tuple[Tensor, Tensor]] | None = None
+        #: Made at the first append on a GPU: listing this kernel must not import Triton.
+        self.repeats: Repeats | None = None
 
     def __deepcopy__(self, memo: object) -> FlashInferKVOp:
         """Another op of the same cache; plans are made anew."""
@@ -88,15 +91,24 @@ class FlashInferKVOp(KVOp):
 
     def cache(self, pages: Tensor) -> Tensor:
         """The pages as FlashInfer reads them: ``[num_pages, 2, page_size, kv heads, head_dim]``, a view."""
-        if self.seen is not None and self.seen[0]() is pages:
-            return self.seen[1]
+        seen = self.seen
+        if seen is not None and seen[0]() is pages:
+            return seen[1]
         if pages.dtype != torch.uint8 or pages.dim() != 2 or pages.shape[1] != self.page_bytes or not pages.is_contiguous():
             found = f"{pages.dtype} {list(pages.shape)}"
             raise ShapeError("pages", found, f"give contiguous uint8 [.., {self.page_bytes}]")
         s = self.spec
         found = pages.view(self.elements).view(-1, 2, s.page_size, s.num_kv_heads, s.head_dim)
-        self.seen = (weakref.ref(pages, self._forget_pages), found)
+        self.seen = (weakref.ref(pages, self._forget_pages), found, (found[:, 0], found[:, 1]))
         return found
+
+    def _sides(self, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[num_pages, page_size, kv heads, head_dim]`` of the pages, views."""
+        seen = self.seen
+        if seen is not None and seen[0]() is pages:
+            return seen[2]
+        found = self.cache(pages)
+        return found[:, 0], found[:, 1]
 
     def _forget_pages(self, _: object) -> None:
         # the view would keep the memory of a cache that is gone
@@ -113,11 +125,13 @@ class FlashInferKVOp(KVOp):
         if slots.dtype != torch.int64 or slots.device != pages.device:
             raise ShapeError("slots", f"{slots.dtype} on {slots.device}", f"give int64 [T] on {pages.device}")
         self._check_slots(slots, cache.shape[0] * s.page_size)
-        for side, (x, scale) in enumerate(((k, self.key_scale), (v, self.value_scale))):
-            if pages.is_cuda:
-                self._launch_append(cache, x.reshape(len(slots), -1).contiguous(), slots.contiguous(), side, scale)
-            else:
-                self._store(cache, x, slots, side, scale)
+        if not pages.is_cuda:
+            self._store(cache, k, slots, 0, self.key_scale)
+            self._store(cache, v, slots, 1, self.value_scale)
+        elif len(slots):
+            k, v, slots = k.contiguous(), v.contiguous(), slots.contiguous()
+            key = len(slots), len(pages), self.key_scale, self.value_scale
+            self._repeats()(key, (k, v, slots, pages), lambda: self._launch_append(cache, k, v, slots))
 
     @staticmethod
     def _check_slots(slots: Tensor, count: int) -> None:
@@ -138,16 +152,25 @@ class FlashInferKVOp(KVOp):
         if not slots.is_inference():
             _SEEN["slots"], _SEEN_SLOTS["slots"] = key, slots
 
-    def _launch_append(self, cache: Tensor, x: Tensor, slots: Tensor, side: int, scale: float) -> None:
-        from hal_backend_cuda.providers.flashinfer.page_kernels import append_tokens
+    def _repeats(self) -> Repeats:
+        if self.repeats is None:
+            from hal_core.triton.repeat import Repeats
 
-        if not len(slots):
-            return
+            self.repeats = Repeats()
+        return self.repeats
+
+    def _launch_append(self, cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        from hal_backend_cuda.providers.flashinfer.page_kernels import append_tokens
+        from hal_core.triton import launch
+
         size, block = self.spec.page_size, min(1024, 1 << (self.width - 1).bit_length())
-        append_tokens[(len(slots), -(-self.width // block))](
-            x, cache, slots, self.width, size, cache.stride(0), side * size * self.width, cache.shape[0] * size, scale,
-            FP8=self.spec.keys.kind == "fp8", BW=block,
-        )  # fmt: skip
+        for side, (x, scale) in enumerate(((k, self.key_scale), (v, self.value_scale))):
+            values = {
+                "x_ptr": x, "pages_ptr": cache, "slots_ptr": slots, "width": self.width, "page_size": size,
+                "page_stride": cache.stride(0), "side": side * size * self.width, "slot_count": cache.shape[0] * size, "scale": scale,
+                "FP8": self.spec.keys.kind == "fp8", "BW": block,
+            }  # fmt: skip
+            launch.run(append_tokens, (len(slots), -(-self.width // block)), values, 4, 3)
 
     def _store(self, cache: Tensor, x: Tensor, slots: Tensor, side: int, scale: float) -> None:
         size = self.spec.page_size
@@ -246,13 +269,11 @@ class FlashInferKVOp(KVOp):
         sinks: Tensor | None = None,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        cache = self._checked(q, pages, sinks)
-        result = torch.empty_like(q) if out is None else out
-        if not len(q):
+        cache, result = self._checked(q, pages, sinks), self._room(q, out)
+        if not q.shape[0]:
             return result, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         plan = self._planned(pages, block_table, lengths, query_starts, scale, causal)
-        if plan.queries != len(q):
-            raise ShapeError("query_starts", f"{plan.queries} rows of queries", f"q has {len(q)}")
+        self._fits(plan, q)
         lse = plan.run(q, cache, self.key_scale, self.value_scale, result, lse=True)
         assert lse is not None  # asked for
         return result, self._natural(lse, plan)
@@ -272,11 +293,25 @@ class FlashInferKVOp(KVOp):
         """Only the result, by the caller's plan: FlashInfer's launch and nothing else."""
         if self.given is None:
             raise HalError("attend_planned", "there is no plan", "call plan(..) first")
-        result = torch.empty_like(q) if out is None else out
-        self.given.run(q, self._checked(q, pages, None), self.key_scale, self.value_scale, result, lse=False)
+        cache, result = self._checked(q, pages, None), self._room(q, out)
+        self._fits(self.given, q)
+        self.given.run(q, cache, self.key_scale, self.value_scale, result, lse=False)
         return result
 
-    def _checked(self, q: Tensor, pages: Tensor, sinks: Tensor | None) -> Tensor:
+    @staticmethod
+    def _room(q: Tensor, out: Tensor | None) -> Tensor:
+        if out is None:
+            return torch.empty_like(q)
+        if out.shape != q.shape or out.dtype != q.dtype or out.device != q.device:
+            raise ShapeError("out", f"{out.dtype} {list(out.shape)} on {out.device}", f"give {q.dtype} {list(q.shape)} on {q.device}")
+        return out
+
+    @staticmethod
+    def _fits(plan: Plan, q: Tensor) -> None:
+        if plan.queries != q.shape[0]:
+            raise ShapeError("query_starts", f"{plan.queries} rows of queries", f"q has {len(q)}")
+
+    def _checked(self, q: Tensor, pages: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         if q.dim() != 3 or q.shape[1:] != self.row or q.dtype != self.dtype or q.device != pages.device:
             found = f"{q.dtype} {list(q.shape)} on {q.device}"
             raise ShapeError("queries", found, f"give {self.dtype} [T, {', '.join(map(str, self.row))}] on {pages.device}")
@@ -284,7 +319,7 @@ class FlashInferKVOp(KVOp):
             raise ShapeError("queries", f"on {q.device}", "FlashInfer's kernels run on a CUDA device")
         if sinks is not None:
             raise ShapeError("sinks", "given", "the spec says sinks=False")
-        return self.cache(pages)
+        return self._sides(pages)
 
     def materialize(
         self,

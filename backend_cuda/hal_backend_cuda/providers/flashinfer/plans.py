@@ -6,6 +6,7 @@ of all layers that share the shape, inside captured graphs too.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,7 @@ CALLS = {
     "decode.plan": Call(
         f"{_DECODE}.plan", ("indptr", "indices", "last_page_len", "head_dim", *_SHARED), through=f"{_DECODE}._plan_impl"
     ),
-    "decode.run": Call(f"{_DECODE}.run", ("q", "paged_kv_cache", "k_scale", "v_scale", "out", "return_lse")),
+    "decode.run": Call(f"{_DECODE}.run", ("q", "paged_kv_cache", "k_scale", "v_scale", "out", "lse", "return_lse")),
     "prefill": Call(
         _PREFILL,
         ("float_workspace_buffer", "kv_layout", "use_cuda_graph", "qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf",
@@ -45,7 +46,7 @@ CALLS = {
         f"{_PREFILL}.plan",
         ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len", "head_dim_qk", "causal", *_SHARED),
     ),
-    "prefill.run": Call(f"{_PREFILL}.run", ("q", "paged_kv_cache", "k_scale", "v_scale", "out", "return_lse")),
+    "prefill.run": Call(f"{_PREFILL}.run", ("q", "paged_kv_cache", "k_scale", "v_scale", "out", "lse", "return_lse")),
 }  # fmt: skip
 
 
@@ -91,6 +92,49 @@ class Batch:
         return bool((self.starts[1:] - self.starts[:-1] == 1).all())
 
 
+class _Launch:
+    """A call of FlashInfer's module, with the tensors that another call has for it."""
+
+    def __init__(self, target: Any, args: tuple[Any, ...], places: tuple[int, ...]) -> None:
+        self.target, self.args, self.places = target, args, places
+
+    def again(self, tensors: tuple[Tensor, ...]) -> None:
+        args = list(self.args)
+        for at, tensor in zip(self.places, tensors, strict=True):
+            args[at] = tensor
+        self.target(*args)
+
+
+class _Watch:
+    """FlashInfer's module during one call of a wrapper."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self.seen: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        target = getattr(self.module, name)
+        if name != "paged_run":
+            return target
+
+        def noted(*args: Any) -> Any:
+            self.seen.append((target, args))
+            return target(*args)
+
+        return noted
+
+    def launch(self, tensors: tuple[Tensor, ...]) -> _Launch | None:
+        """The one launch that there was; None where it did not take just these tensors."""
+        if len(self.seen) != 1:
+            return None
+        target, args = self.seen[0]
+        places = [[at for at, value in enumerate(args) if value is tensor] for tensor in tensors]
+        if any(len(found) != 1 for found in places):
+            return None
+        moving = tuple(at for (at,) in places)
+        return _Launch(target, tuple(None if at in moving else value for at, value in enumerate(args)), moving)
+
+
 class Plan:
     """One of FlashInfer's wrappers, planned for a batch. graph: fixed batch size, buffers that keep their addresses."""
 
@@ -101,6 +145,8 @@ class Plan:
         self.wrapper = self._wrapper(bind(CALLS[self.kind]), most_pages)
         self.places: tuple[int, ...] = ()
         self.causal, self.scale, self.empty, self.queries = True, 0.0, False, 0
+        self.known: dict[tuple[float, float, bool], _Launch] = {}
+        self.lock = threading.Lock()
 
     def _wrapper(self, maker: Bound, most_pages: int) -> Any:
         workspace = torch.zeros(_WORKSPACE, dtype=torch.uint8, device=self.device)
@@ -132,13 +178,32 @@ class Plan:
                 "paged_kv_last_page_len": batch.last, "head_dim_qk": spec.head_dim, "causal": causal,
             }  # fmt: skip
         self.wrapper.plan(**values)
+        self.known = {}
         self.causal, self.scale, self.empty = causal, scale, bool((batch.last == 0).any())
         self.queries = int(batch.starts[-1])
 
-    def run(self, q: Tensor, cache: Tensor, k_scale: float, v_scale: float, out: Tensor, *, lse: bool) -> Tensor | None:
-        """One launch (two where a value scale is not 1); logarithms to base 2 where they are wanted."""
-        found = self.wrapper.run(q, cache, k_scale=k_scale, v_scale=v_scale, out=out, return_lse=lse)
-        return found[1] if lse else None
+    def run(self, q: Tensor, cache: tuple[Tensor, Tensor], k_scale: float, v_scale: float, out: Tensor, *, lse: bool) -> Tensor | None:
+        """One launch (two where a value scale is not 1); logarithms to base 2 where they are wanted.
+
+        What FlashInfer works out for the launch in Python depends on the plan, so that later calls go to its module at once.
+        """
+        logs = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if lse else None
+        tensors, key = (q, *cache, out, *(() if logs is None else (logs,))), (k_scale, v_scale, lse)
+        known = self.known.get(key)
+        if known is not None:
+            known.again(tensors)
+            return logs
+        with self.lock:
+            module = getattr(self.wrapper, "_cached_module", None)
+            watch = self.wrapper._cached_module = _Watch(module)
+            try:
+                self.wrapper.run(q, cache, k_scale=k_scale, v_scale=v_scale, out=out, lse=logs, return_lse=lse)
+            finally:
+                self.wrapper._cached_module = module
+            found = watch.launch(tensors) if v_scale == 1.0 else None  # FlashInfer multiplies by others itself
+            if found is not None:
+                self.known[key] = found
+        return logs
 
 
 def planned(found: Plan | None, spec: KVCacheSpec, batch: Batch, device: torch.device, graph: bool, rows: int, most_pages: int) -> Plan:

@@ -109,7 +109,8 @@ class MoEHumming(_Humming, MoEKernel):
         return replace(self.numerics, operand=spec.dtype)  # what lies between the two products is rounded to it
 
     def transforms(self, spec: MoESpec) -> tuple[Transform, ...]:
-        return tuple(dict.fromkeys(t for scheme in spec.schemes for t in self._recipe.changes(scheme, spec.dtype)))
+        stacked = spec.gate is not None
+        return tuple(dict.fromkeys(t for scheme in spec.schemes for t in self._recipe.changes(scheme, spec.dtype, stacked)))
 
     def prepare(self, spec: MoESpec, weights: MoEWeights) -> HummingExperts:
         from hal_backend_cuda.providers.humming.ops import HummingExperts

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hal_core.canonical import QuantizedTensor, pack_nibbles, unpack_nibbles
-from hal_core.errors import FormatError, UnfitWeightsError
+from hal_core.errors import FormatError
 from hal_core.layouts import Layout
 from hal_core.op_parts import rounded_scales
 from hal_core.recast import recast
@@ -104,19 +104,16 @@ def humming_tensors(weight: QuantizedTensor, dtype: str) -> dict[str, Tensor]:
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
-def stacked_rows(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Matrices one below the other: gate above up.
+def stacked_rows(parts: list[dict[str, Tensor]], dtype: str) -> dict[str, Tensor]:
+    """Matrices one below the other, gate above up. Each row has the global scale of its own: ``weight_scale_2 [E, N]`` in ``dtype``.
 
     Raises:
-        UnfitWeightsError: their global scales differ, of which one matrix has one.
+        UnfitWeightsError: global scales that ``dtype`` holds only as zero, infinity, or with more than a rounding's error.
     """
     out = {name: torch.cat([part[name] for part in parts], dim=-2) for name in parts[0] if name != "weight_scale_2"}
-    wholes = [part["weight_scale_2"] for part in parts if "weight_scale_2" in part]
-    if wholes:
-        if any(not torch.equal(whole, wholes[0]) for whole in wholes):
-            found = "the global scales of gate and up differ, and Humming multiplies both in one matrix"
-            raise UnfitWeightsError("experts for humming", found, "use another kernel, or quantize gate and up with one global scale")
-        out["weight_scale_2"] = wholes[0]
+    if "weight_scale_2" in parts[0]:
+        spread = [part["weight_scale_2"][:, None].expand(part["weight"].shape[:-1]) for part in parts]
+        out["weight_scale_2"] = rounded_scales("global scales for humming", torch.cat(spread, dim=-1), dtype)
     return out
 
 

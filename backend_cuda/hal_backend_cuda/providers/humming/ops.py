@@ -7,7 +7,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hal_backend_cuda.providers.fused_steps import fastest_steps
 from hal_backend_cuda.providers.humming.layout import humming_tensors, stacked_rows
@@ -23,6 +23,7 @@ from hal_backend_cuda.providers.steps import Route
 from hal_core.dtypes import torch_dtype
 from hal_core.op_parts import check_out, check_routing, check_rows
 from hal_core.ops import MoEExperts, QuantLinear
+from hal_core.triton.repeat import Repeats, room
 from hal_core.weight_checks import check_linear_weights, check_moe_weights, check_same_kind, kinds_of
 
 if TYPE_CHECKING:
@@ -41,7 +42,18 @@ def _with_bias(tensors: dict[str, Tensor], bias: Tensor | None, dtype: str) -> d
     return found
 
 
-class HummingLinear(QuantLinear):
+class _Repeating(nn.Module):
+    """Calls that were recorded hold addresses: when buffers move they are forgotten."""
+
+    repeats: Repeats
+
+    def _apply(self, fn: Any, recurse: bool = True) -> _Repeating:
+        super()._apply(fn, recurse)
+        self.repeats = Repeats()
+        return self
+
+
+class HummingLinear(_Repeating, QuantLinear):
     """``y = x @ w.T + bias`` by Humming's dense kernels."""
 
     def __init__(self, spec: LinearSpec, weights: LinearWeights, recipe: Recipe) -> None:
@@ -50,7 +62,7 @@ class HummingLinear(QuantLinear):
         self.spec, self.recipe, self.kinds, self.dtype = spec, recipe, kinds_of(weights), torch_dtype(spec.dtype)
         problem = Problem(recipe, spec.weights, spec.n, spec.k, spec.dtype, spec.bias)
         self.matrix = HummingMatrix(problem, self._tensors(weights))
-        self.device = self.matrix.locks.device
+        self.device, self.repeats = self.matrix.locks.device, Repeats()
         compile_dense(self.matrix)
 
     def _tensors(self, weights: LinearWeights) -> dict[str, Tensor]:
@@ -60,11 +72,19 @@ class HummingLinear(QuantLinear):
         n, device = self.spec.n, self.device
         rows = check_rows("humming linear", x, self.spec.k, self.dtype, device)
         y = check_out("humming linear", out, (*x.shape[:-1], n), self.dtype, device)
-        if rows.shape[0]:
-            codes, scales = quantize_rows(self.recipe, rows)
+        if not rows.shape[0]:
+            return y
+        flat = y if y.dim() == 2 else y.view(-1, n)
+        if self.recipe.quant is None:
             # not by attribute: torch finds a module only after a failed look-up
-            self._modules["matrix"].launch(codes, scales, y if y.dim() == 2 else y.view(-1, n))
+            self._modules["matrix"].launch(rows, None, flat)
+        else:
+            self.repeats(rows.shape[0], (rows, flat), lambda: self._quantized(rows, flat))
         return y
+
+    def _quantized(self, rows: Tensor, out: Tensor) -> None:
+        codes, scales = quantize_rows(self.recipe, rows)
+        self.matrix.launch(codes, scales, out)
 
     def update(self, weights: LinearWeights) -> None:
         check_linear_weights(self.spec, weights)
@@ -72,7 +92,7 @@ class HummingLinear(QuantLinear):
         self.matrix.refill(self._tensors(weights))
 
 
-class HummingExperts(MoEExperts):
+class HummingExperts(_Repeating, MoEExperts):
     """Routing sort, gate and up in one product, activation, down, weighted sum. Nothing waits for the device."""
 
     def __init__(self, spec: MoESpec, weights: MoEWeights, recipe: Recipe, steps: MoESteps | None = None) -> None:
@@ -80,20 +100,20 @@ class HummingExperts(MoEExperts):
         check_moe_weights(spec, weights)
         self.spec, self.recipe, self.kinds, self.dtype = spec, recipe, kinds_of(weights), torch_dtype(spec.dtype)
         self.wide = spec.intermediate * (2 if spec.gate else 1)
-        first = Problem(recipe, spec.up, self.wide, spec.hidden, spec.dtype, spec.bias, spec.local)
+        first = Problem(recipe, spec.up, self.wide, spec.hidden, spec.dtype, spec.bias, spec.local, stacked=spec.gate is not None)
         second = Problem(recipe, spec.down, spec.hidden, spec.intermediate, spec.dtype, spec.bias, spec.local)
         self.first = HummingMatrix(first, self._first(weights))
         self.second = HummingMatrix(second, self._second(weights))
         self.blocks = compile_experts(self.first, self.second)
-        self.device = self.first.locks.device
+        self.device, self.repeats = self.first.locks.device, Repeats()
         self.steps = fastest_steps(self.device, spec.local) if steps is None else steps
         self._enrol()
 
     def _first(self, weights: MoEWeights) -> dict[str, Tensor]:
-        matrices, biases = [weights.up], [weights.up_bias]
-        if weights.gate is not None:
-            matrices, biases = [weights.gate, weights.up], [weights.gate_bias, weights.up_bias]
-        tensors = stacked_rows([humming_tensors(matrix, self.spec.dtype) for matrix in matrices])
+        if weights.gate is None:
+            return _with_bias(humming_tensors(weights.up, self.spec.dtype), weights.up_bias, self.spec.dtype)
+        matrices, biases = [weights.gate, weights.up], [weights.gate_bias, weights.up_bias]
+        tensors = stacked_rows([humming_tensors(matrix, self.spec.dtype) for matrix in matrices], self.spec.dtype)
         bias = torch.cat([b.float() for b in biases], dim=-1) if self.spec.bias else None
         return _with_bias(tensors, bias, self.spec.dtype)
 
@@ -105,6 +125,7 @@ class HummingExperts(MoEExperts):
     ) -> Tensor:
         spec = self.spec
         routing = check_routing("humming experts", spec, x, routing, expert_map)
+        expert_map = None if expert_map is None else expert_map.contiguous()
         rows = check_rows("humming experts", x, spec.hidden, self.dtype, self.device)
         shape = (rows.shape[0], spec.hidden) if reduce else (*routing.topk_ids.shape, spec.hidden)
         if torch.compiler.is_compiling():
@@ -117,13 +138,17 @@ class HummingExperts(MoEExperts):
 
     def run(self, rows: Tensor, route: Route, y: Tensor) -> None:
         """``rows [T, H]``, checked, to ``y [T, H]``, or to ``[T, k, H]`` unreduced."""
+        key = rows.shape[0], y.dim(), route.expert_map is None or route.expert_map.dtype
+        self.repeats(key, (rows, route.ids, route.weights, route.expert_map, y), lambda: self._launched(rows, route, y))
+
+    def _launched(self, rows: Tensor, route: Route, y: Tensor) -> None:
         spec, steps, count = self.spec, self.steps, route.ids.numel()
         order = steps.sort(route, self.blocks.block(count), self.blocks.capacity(count, spec.local))
         codes, scales = quantize_rows(self.recipe, rows)
-        wide = torch.empty(count, self.wide, dtype=self.dtype, device=rows.device)
+        wide = room((count, self.wide), self.dtype, rows.device)
         self._modules["first"].launch(codes, scales, wide, order, top_k=spec.top_k)
         codes, scales = quantize_rows(self.recipe, steps.activate(wide, spec.activation, spec.gate is not None))
-        slots = torch.empty(count, spec.hidden, dtype=self.dtype, device=rows.device)
+        slots = room((count, spec.hidden), self.dtype, rows.device)
         self._modules["second"].launch(codes, scales, slots, order)
         steps.reduce(slots, route, spec.routed_scaling, y)
 

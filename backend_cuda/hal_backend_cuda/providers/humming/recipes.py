@@ -83,13 +83,17 @@ class Recipe:
         """Humming's word for the dtype of results, which is also that of scales that are not bytes."""
         return _ACTIVATIONS[dtype]
 
-    def changes(self, scheme: WeightScheme, dtype: str) -> tuple[Transform, ...]:
-        """What is lost of the stored weights: scales of the checkpoint's own dtype are rounded to that of the activations."""
-        rounded = scheme.dtype in {"int4", "int8", "fp8_e4m3"} and scheme.granularity.block is None
+    def changes(self, scheme: WeightScheme, dtype: str, stacked: bool = False) -> tuple[Transform, ...]:
+        """What is lost of the stored weights: scales of the checkpoint's own dtype are rounded to that of the activations.
+
+        stacked: gate and up are one matrix, whose rows take the global scales of either.
+        """
+        floats = scheme.dtype in {"int4", "int8", "fp8_e4m3"} and scheme.granularity.block is None
+        rounded = floats or (stacked and scheme.dtype == "nvfp4")
         return (*((Transform(f"recast_scales:{dtype}", _ROUNDING[dtype]),) if rounded else ()), *self.transforms)
 
-    def weight_words(self, scheme: WeightScheme) -> dict[str, object]:
-        """Arguments of Humming's weight schema for ``scheme``."""
+    def weight_words(self, scheme: WeightScheme, stacked: bool = False) -> dict[str, object]:
+        """Arguments of Humming's weight schema for ``scheme``; stacked: as in :meth:`changes`."""
         g = scheme.granularity
         words: dict[str, object] = {"b_dtype": _ELEMENTS[scheme.dtype], "has_zero_point": scheme.zero is _INTEGER}
         if g.group is not None:
@@ -99,7 +103,7 @@ class Recipe:
         if scheme.dtype == "mxfp4":
             words["bs_dtype"] = "float8e8m0"
         if scheme.dtype == "nvfp4":
-            words["bs_dtype"], words["weight_scale_2_type"] = "float8e4m3", "tensor"
+            words["bs_dtype"], words["weight_scale_2_type"] = "float8e4m3", "channel" if stacked else "tensor"
         return words
 
 

@@ -17,6 +17,7 @@ from hal_backend_cuda.providers.steps import Sorted
 from hal_core.dtypes import torch_dtype
 from hal_core.errors import MissingDependencyError
 from hal_core.op_parts import FixedBuffers
+from hal_core.triton.repeat import called
 
 if TYPE_CHECKING:
     from hal_backend_cuda.providers.humming.recipes import Recipe
@@ -52,7 +53,7 @@ def library() -> SimpleNamespace:
 
 @dataclass(frozen=True)
 class Problem:
-    """One product ``[n, k]``; experts is 0 for a dense one."""
+    """One product ``[n, k]``; experts is 0 for a dense one. stacked: of two matrices, one below the other."""
 
     recipe: Recipe
     scheme: WeightScheme
@@ -61,11 +62,12 @@ class Problem:
     dtype: str
     bias: bool
     experts: int = 0
+    stacked: bool = False
 
     def configuration(self, device: torch.device | int) -> Any:
         """Humming's LayerConfig for this problem on a device."""
         lib, recipe = library(), self.recipe
-        weights = lib.weights(**recipe.weight_words(self.scheme))
+        weights = lib.weights(**recipe.weight_words(self.scheme, self.stacked))
         inputs = lib.inputs(a_dtype=recipe.operand(self.dtype), input_scale_group_size=recipe.input_group)
         return lib.configure(
             shape_n=self.n, shape_k=self.k, weight_schema=weights, input_schema=inputs, num_experts=self.experts or None,
@@ -123,8 +125,8 @@ class HummingMatrix(FixedBuffers):
     ) -> None:
         """``x [M, K]`` to ``out [M * top_k, N]``; nothing is allocated and nothing waits."""
         own = self._buffers
-        self.run(
-            self.tiles if tile is None else tile, x, own["weight"], own["weight_scale"], own.get("weight_scale_2"), scales, None,
+        called(
+            self.run, self.tiles if tile is None else tile, x, own["weight"], own["weight_scale"], own.get("weight_scale_2"), scales, None,
             own.get("zero_point"), own.get("bias"), out, *(None,) * 3 if rows is None else (rows.ids, rows.experts, rows.padded), None,
             own["locks"], top_k, 0,
         )  # fmt: skip

@@ -1,0 +1,133 @@
+"""Recorded calls, with kernels that read and write the processor's memory in place of compiled ones."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import ctypes
+import types
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs triton")
+
+from hal_core.triton import repeat
+from hal_core.triton.repeat import Repeats, called, launched, made, room
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def processor(monkeypatch):
+    """As if the processor were the current GPU."""
+    active = types.SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda index: 7 + index)
+    monkeypatch.setattr(repeat, "driver", types.SimpleNamespace(active=active))
+    monkeypatch.setattr(repeat, "_recordable", lambda tensors: True)
+
+
+class Kernel:
+    """``out = source * factor``, of float32; a compiled kernel takes addresses."""
+
+    arg_names = ("out_ptr", "source_ptr", "count", "FACTOR")
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self):
+        self.ran = 0
+
+    def run(self, x, y, z, stream, function, metadata, *rest):
+        assert (x, y, z, stream, function, metadata, rest[:3]) == (3, 1, 1, 7, "function", "metadata", (None,) * 3)
+        out, source, count, factor = rest[3:]
+        out, source = (ctypes.cast(pointer, ctypes.POINTER(ctypes.c_float)) for pointer in (out, source))
+        for index in range(count):
+            out[index] = source[index] * factor
+        self.ran += 1
+
+    def launch(self, out, source, factor):
+        """As Triton launches it the first time."""
+        out.copy_(source * factor)
+        values = {"FACTOR": factor, "count": out.numel(), "source_ptr": source, "out_ptr": out}
+        launched(self, (3,), values, self)
+
+
+class Op:
+    """``out = (2 x + bias) * 3``, by two launches and two calls."""
+
+    def __init__(self, kept=True):
+        self.kernel, self.repeats, self.slow = Kernel(), Repeats(), 0
+        self.bias, self.size = torch.ones(4), 0 if kept else 1 << 20
+
+    def apply(self, x, out):
+        self.repeats(x.shape[0], (x, None, out), lambda: self.whole(x, out))
+
+    def whole(self, x, out):
+        self.slow += 1
+        first, spare = room((x.shape[0] + 1, 4), x.dtype, CPU), room((self.size,), torch.uint8, CPU)
+        assert spare.numel() == self.size
+        self.kernel.launch(first[1:], x, 2.0)
+        total = made(torch.add, first[1:], self.bias)
+        self.kernel.launch(out, total, 3.0)
+        called(torch.Tensor.add_, out, 0.0)
+
+
+def check(op, rows):
+    x, out = torch.randn(rows, 4), torch.full((rows, 4), float("nan"))
+    op.apply(x, out)
+    assert torch.allclose(out, (2 * x + op.bias) * 3)
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "made_anew"])
+def test_a_call_is_repeated_with_other_tensors(kept):
+    op = Op(kept)
+    for rows in (2, 5, 2, 5, 2):
+        check(op, rows)
+    assert (op.slow, op.kernel.ran) == (2, 6)
+    op.bias.add_(1.0)  # an update in place
+    check(op, 2)
+    assert op.slow == 2
+
+
+def test_memory_is_kept_up_to_a_limit_and_old_calls_go():
+    op = Op()
+    for rows in range(1, 200):
+        check(op, rows * 64)
+    kept = sum(each.nbytes for call in op.repeats.known.values() for each in call.kept)
+    assert 0 < kept <= 1 << 20
+    assert len(op.repeats.known) <= 64
+
+
+def test_pointers_that_are_not_aligned_are_launched_by_triton():
+    op, held = Op(), torch.randn(9)
+    check(op, 2)
+    x, out = held[1:].view(2, 4), torch.empty(2, 4)
+    op.apply(x, out)
+    assert op.slow == 2
+    assert torch.allclose(out, (2 * x + 1) * 3)
+
+
+def test_copies_record_calls_of_their_own():
+    op = Op()
+    check(op, 2)
+    other = copy.deepcopy(op)
+    other.bias.fill_(5.0)
+    check(other, 2)
+    check(op, 2)
+    assert other.slow == 2
+
+
+@pytest.mark.parametrize("spoil", [lambda kernel, x, out: launched(kernel, (1,), {}, None), lambda kernel, x, out: 1 / 0])
+def test_what_cannot_be_repeated_is_not(spoil):
+    repeats, kernel, x, out = Repeats(), Kernel(), torch.randn(2, 4), torch.empty(2, 4)
+
+    def call():
+        kernel.launch(out, x, 2.0)
+        spoil(kernel, x, out)
+
+    for _ in range(2):
+        with contextlib.suppress(ZeroDivisionError):
+            repeats(2, (x, out), call)
+    assert not repeats.known
+    assert kernel.ran == 0
+    op = Op()
+    check(op, 2)
+    assert op.repeats.known
