@@ -3,7 +3,8 @@
     python benchmarks/cuda_calls.py [--json FILE] [--parts humming_linear,experts,..] [--profile]
 
 ``issue``: until a call returns, the GPU working on. ``call``: calls one after another, the GPU's time included where it is longer.
-``own``: the provider's calls alone; of this project's Triton kernels the same launches by Triton's own launcher.
+``own``: the provider's calls alone; of this project's Triton kernels the same launches by Triton's own launcher. ``plain``: ours without
+recorded calls.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import pstats
 import statistics
 import time
 from pathlib import Path
+from unittest import mock
 
 import cuda_providers as providers
 import torch
@@ -27,6 +29,7 @@ from hal_core.kernel import LinearWeights, MoEWeights
 from hal_core.schemes import WeightScheme
 from hal_core.spec import LinearSpec, MoESpec
 from hal_core.triton import launch
+from hal_core.triton.repeat import Repeats
 
 OWN = {kernel.name: kernel for kernel in KERNELS}
 ROWS = (1, 4, 16, 64, 256)
@@ -49,10 +52,17 @@ def timed(call, count: int = 60, rounds: int = 9) -> tuple[float, float]:
     return statistics.median(issue), statistics.median(whole)
 
 
+def plain(call) -> tuple[float, float]:
+    """As :func:`timed`, without recorded calls."""
+    with mock.patch.object(Repeats, "__call__", lambda self, key, tensors, call: call()):
+        return timed(call)
+
+
 def compared(name: str, rows: int, apply, own, profile: bool) -> None:
     """One line: ours, theirs and the difference."""
-    (issue, call), (own_issue, own_call) = timed(apply), timed(own)
+    (issue, call), (own_issue, own_call), (plain_issue, plain_call) = timed(apply), timed(own), plain(apply)
     found = {"issue_us": issue, "own_issue_us": own_issue, "call_us": call, "own_call_us": own_call, "over_us": call - own_call}
+    found |= {"plain_issue_us": plain_issue, "plain_call_us": plain_call}
     RESULTS.append({"op": name, "rows": rows, **{key: round(value, 2) for key, value in found.items()}})
     print(name, rows, " ".join(f"{key}={value:.1f}" for key, value in found.items()), flush=True)
     if profile and rows == ROWS[0]:
