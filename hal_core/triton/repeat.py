@@ -59,7 +59,8 @@ _local = threading.local()
 
 
 def _recorder() -> _Recorder | None:
-    return getattr(_local, "recorder", None)
+    # while torch.compile looks at a call, nothing is launched
+    return None if torch.compiler.is_compiling() else getattr(_local, "recorder", None)
 
 
 def room(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from hal_backend_cuda.providers.flashinfer import attend_op
 from hal_backend_cuda.providers.flashinfer.attention import FlashInferKV
 from hal_backend_cuda.providers.flashinfer.plans import CALLS, Batch, Plan
 
@@ -213,3 +214,20 @@ def test_later_runs_of_a_plan_go_to_flashinfers_module_with_their_own_tensors(mo
     plan.set(batch, True, 1.0, torch.bfloat16, torch.bfloat16)
     plan.run(q, cache, 2.0, v_scale, out, lse=True)
     assert wrapper.worked_out == (2 if direct else 4)
+
+
+def test_attention_is_one_op_of_a_compiled_graph(monkeypatch):
+    op = FlashInferKV().prepare(spec(), KVParams())
+    pages, q = torch.zeros(2, op.page_bytes, dtype=torch.uint8), torch.randn(1, 8, 64).bfloat16()
+    graph = torch.compile(lambda q, *batch: op.attend(q, pages, *batch, scale=3.0), fullgraph=True, backend="aot_eager")
+
+    class Other:
+        def attend(self, q, *batch, scale, causal):
+            assert causal
+            return q * scale, q.new_ones(q.shape[:2], dtype=torch.float32)
+
+    other = Other()  # in the op's place once the graph runs: attention itself needs a GPU
+    monkeypatch.setitem(attend_op._NUMBERED, op.number, other)
+    found, lse = graph(q, torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32))
+    assert torch.equal(found, q * 3.0)
+    assert bool((lse == 1).all())

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hal_backend_cuda.providers.flashinfer import DISTRIBUTION, INSTALL, VERSIONS
+from hal_backend_cuda.providers.flashinfer.attend_op import enrol, traced
 from hal_backend_cuda.providers.flashinfer.plans import Batch, Plan, planned
 from hal_core.dtypes import torch_dtype
 from hal_core.errors import HalError, ShapeError
@@ -63,6 +64,7 @@ class FlashInferKVOp(KVOp):
         #: The last plan that ``attend`` made, and the batch that it is for, by thread: another thread's must not come between.
         self.own: dict[int, tuple[Plan, Tensor]] = {}
         self.given: Plan | None = None
+        self.number = enrol(self)
         self.dtype = torch_dtype(spec.dtype)
         self.row = torch.Size((spec.num_heads, spec.head_dim))
         #: The last pages seen and their views, while they live: making it again would cost as much as FlashInfer's checks.
@@ -269,7 +271,11 @@ class FlashInferKVOp(KVOp):
         sinks: Tensor | None = None,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        cache, result = self._checked(q, pages, sinks), self._room(q, out)
+        self._refuse_sinks(sinks)
+        if torch.compiler.is_compiling():
+            found, lse = traced(self.number, q, pages, block_table, lengths, query_starts, scale, causal)
+            return found if out is None else self._room(q, out).copy_(found), lse
+        cache, result = self._checked(q, pages), self._room(q, out)
         if not q.shape[0]:
             return result, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         plan = self._planned(pages, block_table, lengths, query_starts, scale, causal)
@@ -293,7 +299,7 @@ class FlashInferKVOp(KVOp):
         """Only the result, by the caller's plan: FlashInfer's launch and nothing else."""
         if self.given is None:
             raise HalError("attend_planned", "there is no plan", "call plan(..) first")
-        cache, result = self._checked(q, pages, None), self._room(q, out)
+        cache, result = self._checked(q, pages), self._room(q, out)
         self._fits(self.given, q)
         self.given.run(q, cache, self.key_scale, self.value_scale, result, lse=False)
         return result
@@ -311,14 +317,17 @@ class FlashInferKVOp(KVOp):
         if plan.queries != q.shape[0]:
             raise ShapeError("query_starts", f"{plan.queries} rows of queries", f"q has {len(q)}")
 
-    def _checked(self, q: Tensor, pages: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    @staticmethod
+    def _refuse_sinks(sinks: Tensor | None) -> None:
+        if sinks is not None:
+            raise ShapeError("sinks", "given", "the spec says sinks=False")
+
+    def _checked(self, q: Tensor, pages: Tensor) -> tuple[Tensor, Tensor]:
         if q.dim() != 3 or q.shape[1:] != self.row or q.dtype != self.dtype or q.device != pages.device:
             found = f"{q.dtype} {list(q.shape)} on {q.device}"
             raise ShapeError("queries", found, f"give {self.dtype} [T, {', '.join(map(str, self.row))}] on {pages.device}")
         if not q.is_cuda:
             raise ShapeError("queries", f"on {q.device}", "FlashInfer's kernels run on a CUDA device")
-        if sinks is not None:
-            raise ShapeError("sinks", "given", "the spec says sinks=False")
         return self._sides(pages)
 
     def materialize(

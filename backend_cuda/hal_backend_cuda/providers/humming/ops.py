@@ -78,6 +78,8 @@ class HummingLinear(_Repeating, QuantLinear):
         if self.recipe.quant is None:
             # not by attribute: torch finds a module only after a failed look-up
             self._modules["matrix"].launch(rows, None, flat)
+        elif torch.compiler.is_compiling():
+            self._quantized(rows, flat)
         else:
             self.repeats(rows.shape[0], (rows, flat), lambda: self._quantized(rows, flat))
         return y
