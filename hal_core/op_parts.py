@@ -72,6 +72,9 @@ def check_out(asked: str, out: Tensor | None, shape: tuple[int, ...], dtype: tor
 def check_routing(asked: str, spec: MoESpec, x: Any, routing: Any, expert_map: Tensor | None) -> Routed:
     """The routing with contiguous int32 ids and float32 weights; as :func:`check_routing_form`."""
     routed = check_routing_form(asked, spec, x, routing, expert_map)
+    ids, weights = routed.topk_ids, routed.topk_weights
+    if ids.dtype == torch.int32 and weights.dtype == torch.float32 and ids.is_contiguous() and weights.is_contiguous():
+        return routed  # nothing to make
     return Routed(routed.topk_ids.to(torch.int32).contiguous(), routed.topk_weights.float().contiguous())
 
 
@@ -84,7 +87,7 @@ def check_routing_form(asked: str, spec: MoESpec, x: Any, routing: Any, expert_m
         found = f"{type(x).__name__} with {type(routing).__name__}"
         raise ShapeError(asked, found, "give a tensor and Routed(topk_ids, topk_weights)")
     ids, weights = routing.topk_ids, routing.topk_weights
-    if x.dim() != 2 or tuple(ids.shape) != (x.shape[0], spec.top_k) or ids.shape != weights.shape:
+    if x.dim() != 2 or ids.shape != (x.shape[0], spec.top_k) or ids.shape != weights.shape:
         found = f"x {list(x.shape)}, topk_ids {list(ids.shape)}, topk_weights {list(weights.shape)}"
         raise ShapeError(f"{asked} input", found, f"give x [T, {spec.hidden}], ids and weights [T, {spec.top_k}]")
     if ids.dtype not in {torch.int32, torch.int64} or not weights.is_floating_point():

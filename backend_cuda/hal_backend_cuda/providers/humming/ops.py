@@ -135,16 +135,17 @@ class HummingExperts(_Repeating, MoEExperts):
             return y if out is None else check_out("humming experts", out, shape, self.dtype, x.device).copy_(y)
         y = check_out("humming experts", out, shape, self.dtype, x.device)
         if rows.shape[0]:
-            self.run(rows, Route(routing.topk_ids, routing.topk_weights, spec.num_experts, spec.local, expert_map), y)
+            self.run(rows, routing.topk_ids, routing.topk_weights, expert_map, y)
         return y
 
-    def run(self, rows: Tensor, route: Route, y: Tensor) -> None:
+    def run(self, rows: Tensor, ids: Tensor, weights: Tensor, expert_map: Tensor | None, y: Tensor) -> None:
         """``rows [T, H]``, checked, to ``y [T, H]``, or to ``[T, k, H]`` unreduced."""
-        key = rows.shape[0], y.dim(), route.expert_map is None or route.expert_map.dtype
-        self.repeats(key, (rows, route.ids, route.weights, route.expert_map, y), lambda: self._launched(rows, route, y))
+        key = rows.shape[0], y.dim(), expert_map is None or expert_map.dtype
+        self.repeats(key, (rows, ids, weights, expert_map, y), lambda: self._launched(rows, ids, weights, expert_map, y))
 
-    def _launched(self, rows: Tensor, route: Route, y: Tensor) -> None:
-        spec, steps, count = self.spec, self.steps, route.ids.numel()
+    def _launched(self, rows: Tensor, ids: Tensor, weights: Tensor, expert_map: Tensor | None, y: Tensor) -> None:
+        spec, steps, count = self.spec, self.steps, ids.numel()
+        route = Route(ids, weights, spec.num_experts, spec.local, expert_map)
         order = steps.sort(route, self.blocks.block(count), self.blocks.capacity(count, spec.local))
         codes, scales = quantize_rows(self.recipe, rows)
         wide = room((count, self.wide), self.dtype, rows.device)
@@ -183,7 +184,7 @@ def _experts(x: Tensor, ids: Tensor, weights: Tensor, expert_map: Tensor | None,
     op = _NUMBERED[number]
     y = x.new_empty(x.shape if reduce else (*ids.shape, x.shape[1]))
     if x.shape[0]:
-        op.run(x, Route(ids, weights, op.spec.num_experts, op.spec.local, expert_map), y)
+        op.run(x, ids, weights, expert_map, y)
     return y
 
 
