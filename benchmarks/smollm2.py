@@ -28,6 +28,7 @@ import torch
 
 import hal_core as hal
 from hal_core.cli.run import generate, load_tokenizer
+from hal_core.integrations.transformers_layers import FusedForward
 from hal_core.ops import Op
 from hal_core.settings import cache_folder
 
@@ -56,7 +57,11 @@ class Hal:
         """Shares of the time of prefill and of decoding that pass outside the ops."""
         inside = [0.0]
         ops = [module for module in self.model.modules() if isinstance(module, Op)]
+        fused = [module.forward for module in self.model.modules() if isinstance(module.__dict__.get("forward"), FusedForward)]
         with contextlib.ExitStack() as stack:
+            for forward in fused:
+                stack.callback(setattr, forward, "fused", forward.fused)
+                forward.fused = timed(forward.fused, inside)
             for op in ops:
                 for name in ("compute", "lookup"):
                     if hasattr(op, name):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
+    from hal_core.decoder import DecoderParts, FusedLayer
     from hal_core.selection import Selection
 
 __all__ = ["Batched", "Grouped", "MoEExperts", "Op", "QuantEmbedding", "QuantLinear", "QuantizedActivation", "Routed"]
@@ -76,6 +77,11 @@ class QuantLinear(Op):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.apply(x)
+
+    @classmethod
+    def fuse(cls, parts: DecoderParts) -> FusedLayer | None:
+        """A whole decoder layer over linears of this class; None where its backend has none for these."""
+        return None
 
 
 class QuantEmbedding(Op):

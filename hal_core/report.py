@@ -28,7 +28,11 @@ class OpReport:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """``model.hal`` of a loaded model. Bytes are those held in memory after loading; notes: parts of the checkpoint that are not used."""
+    """``model.hal`` of a loaded model.
+
+    Bytes are those held in memory after loading; notes: parts of the checkpoint that are not used; layers: which decoder layers run in one
+    call each, and why others do not.
+    """
 
     path: str
     format: str
@@ -39,6 +43,7 @@ class LoadReport:
     packed_bytes: int
     unquantized_bytes: int
     notes: tuple[str, ...] = ()
+    layers: tuple[str, ...] = ()
 
     @property
     def computed(self) -> tuple[str, ...]:

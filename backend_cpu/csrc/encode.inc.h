@@ -42,7 +42,10 @@ static int32_t to_codes(const float* x, const Step& step, int64_t begin, int64_t
     // Without a step all codes are zero: those of values that are not finite would overflow the sum.
     const __mmask16 live = step.inverse > 0.0f ? lanes : 0;
     const VI code = _mm512_maskz_cvtps_epi32(live, vmul(vmul(v, before), inverse));
-    _mm512_mask_cvtsepi32_storeu_epi8(codes + i, lanes, code);
+    // Narrowed and stored apart: AMD's cores take a hundred cycles for both in one instruction.
+    const __m128i narrow = _mm512_cvtsepi32_epi8(code);
+    if (lanes == 0xffff) _mm_storeu_si128((__m128i*)(codes + i), narrow);
+    else _mm_mask_storeu_epi8(codes + i, lanes, narrow);
     sum = _mm512_add_epi32(sum, code);
   }
   return _mm512_reduce_add_epi32(sum);

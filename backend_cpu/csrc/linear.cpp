@@ -5,6 +5,7 @@
 #include "block_linear.h"
 #include "checks.h"
 #include "isa.h"
+#include "linear.h"
 #include "ops.h"
 #include "parallel.h"
 
@@ -103,11 +104,23 @@ bool run(const Call& c) {
   return true;
 }
 
+}  // namespace
+
+bool run_linear(const LinearCall& c) {
+  const bool named = names_blocks(c.isa);
+  const BlockLevel level = named ? block_level(c.isa) : BlockLevel{};
+  const Kernels& kernels = kernels_for(named ? "auto" : c.isa);
+  const int64_t size = c.kind == kFloat32 ? 4 : 2, out_size = c.out_kind == kFloat32 ? 4 : 2;
+  // Few rows are exact at the pace of memory.
+  if (named && (level.operand != kBf16 || c.rows >= kFewRows))
+    return block_linear({level, c.w, c.x, c.out, c.kind, c.out_kind, size, out_size, c.rows});
+  return run({kernels, c.w, c.x, c.out, c.kind, c.out_kind, size, out_size, c.rows});
+}
+
+namespace {
+
 // `given` may be null: then the result is made, in the dtype of x.
 Tensor linear(const LinearArgs& a, const Tensor* given) {
-  const bool named = names_blocks(a.isa);
-  const BlockLevel level = named ? block_level(a.isa) : BlockLevel{};
-  const Kernels& kernels = kernels_for(named ? "auto" : a.isa);
   const FloatKind kind = check_float(a.x, "x");
   check_plain(a.x, "x");
   const int64_t d = a.x.dim();
@@ -130,13 +143,8 @@ Tensor linear(const LinearArgs& a, const Tensor* given) {
   const FloatKind out_kind = check_float(out, "out");
   const auto* from = static_cast<const char*>(a.x.data_ptr());
   auto* to = static_cast<char*>(out.data_ptr());
-  const int64_t size = kind == kFloat32 ? 4 : 2, out_size = out_kind == kFloat32 ? 4 : 2;
-  // Few rows are exact at the pace of memory.
-  const bool blocks = named && (level.operand != kBf16 || rows >= kFewRows);
-  const bool inside = blocks
-                          ? block_linear({level, w, from, to, kind, out_kind, size, out_size, rows})
-                          : run({kernels, w, from, to, kind, out_kind, size, out_size, rows});
-  if (!inside) fail("perm has an index outside 0 to ", a.k - 1);
+  if (!run_linear({a.isa, w, from, to, kind, out_kind, rows}))
+    fail("perm has an index outside 0 to ", a.k - 1);
   return out;
 }
 

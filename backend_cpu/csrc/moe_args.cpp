@@ -5,6 +5,21 @@
 #include "records.h"
 
 namespace hal_cpu {
+
+Activation activation_of(std::string_view name) {
+  static constexpr struct {
+    const char* name;
+    ActivationKind kind;
+  } kNames[] = {{"silu", kSilu},
+                {"gelu", kGelu},
+                {"gelu_tanh", kGeluTanh},
+                {"swiglu_oai", kSwigluOai},
+                {"relu2", kRelu2}};
+  for (const auto& entry : kNames)
+    if (name == entry.name) return {entry.kind, false, 1.0f, 0.0f};
+  fail("activation is '", std::string(name), "'; it takes silu, gelu, gelu_tanh, swiglu_oai or relu2");
+}
+
 namespace {
 
 PackedTensors read_matrix(Args& args, bool required) {
@@ -19,25 +34,9 @@ PackedTensors read_matrix(Args& args, bool required) {
 }
 
 Activation check_activation(const MoeArgs& a, bool has_gate) {
-  static constexpr struct {
-    const char* name;
-    ActivationKind kind;
-  } kNames[] = {{"silu", kSilu},
-                {"gelu", kGelu},
-                {"gelu_tanh", kGeluTanh},
-                {"swiglu_oai", kSwigluOai},
-                {"relu2", kRelu2}};
   // gpt-oss's slope, for checkpoints that do not state it.
   constexpr float kOaiAlpha = 1.702f;
-  Activation act{kSilu, false, 1.0f, 0.0f};
-  bool known = false;
-  for (const auto& entry : kNames) {
-    if (a.activation != entry.name) continue;
-    act.kind = entry.kind;
-    known = true;
-  }
-  if (!known)
-    fail("activation is '", a.activation, "'; it takes silu, gelu, gelu_tanh, swiglu_oai or relu2");
+  Activation act = activation_of(a.activation);
   const bool oai = act.kind == kSwigluOai;
   if (oai && !has_gate) fail("activation swiglu_oai needs a gate");
   if (oai) act.alpha = kOaiAlpha;

@@ -1,6 +1,7 @@
 // The arguments of the mixture-of-experts op, checked.
 #pragma once
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "args.h"
@@ -23,6 +24,9 @@ struct MoeArgs {
 
   explicit MoeArgs(Args& args);
 };
+
+// Without alpha or limit. Throws if the name is unknown.
+Activation activation_of(std::string_view name);
 
 struct MoeCall {
   const Kernels& kernels;  // the exact ones

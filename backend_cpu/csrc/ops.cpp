@@ -36,6 +36,10 @@ void preferred_isa_op(StableIValue* stack, uint64_t, uint64_t) {
   "int gate_bits, int up_bits, int down_bits, " \
   "str activation, float? alpha, float? limit, float routed_scaling, " \
   "bool router_weight_on_input, bool reduce, str isa"
+
+#define HAL_CPU_MATRIX(name) \
+  "Tensor? " name "_packed, Tensor? " name "_scales, Tensor? " name "_zeros, Tensor? " name "_mins, " \
+  "Tensor? " name "_perm, Tensor? " name "_bias, int " name "_group, int " name "_bits, str " name "_isa, "
 // clang-format on
 
 STABLE_TORCH_LIBRARY(hal_cpu, m) {
@@ -52,6 +56,13 @@ STABLE_TORCH_LIBRARY(hal_cpu, m) {
   m.def(
       "lookup(Tensor ids, Tensor packed, Tensor scales, Tensor? zeros, Tensor? mins, "
       "Tensor? perm, int n, int k, int group, int bits, ScalarType dtype) -> Tensor");
+  m.def(
+      "attention(Tensor x, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, int held, Tensor norm, "
+      "Tensor? q_norm, Tensor? k_norm, " HAL_CPU_MATRIX("q") HAL_CPU_MATRIX("k") HAL_CPU_MATRIX("v")
+      HAL_CPU_MATRIX("o") "int heads, float eps, float scale) -> Tensor");
+  m.def(
+      "mlp(Tensor x, Tensor norm, " HAL_CPU_MATRIX("gate") HAL_CPU_MATRIX("up") HAL_CPU_MATRIX("down")
+      "int intermediate, float eps, str activation) -> Tensor");
   m.def("moe(" HAL_CPU_MOE_ARGUMENTS ") -> Tensor");
   m.def("moe_out(" HAL_CPU_MOE_ARGUMENTS ", Tensor(a!) out) -> ()");
 }
@@ -71,6 +82,8 @@ STABLE_TORCH_LIBRARY_IMPL(hal_cpu, CPU, m) {
   m.impl("linear", &hal_cpu::linear_op);
   m.impl("linear_out", &hal_cpu::linear_out_op);
   m.impl("lookup", &hal_cpu::lookup_op);
+  m.impl("attention", &hal_cpu::attention_op);
+  m.impl("mlp", &hal_cpu::mlp_op);
   m.impl("moe", &hal_cpu::moe_op);
   m.impl("moe_out", &hal_cpu::moe_out_op);
 }

@@ -14,6 +14,8 @@ void unpack_words_op(StableIValue* stack, uint64_t inputs, uint64_t outputs);
 void turn_op(StableIValue* stack, uint64_t inputs, uint64_t outputs);
 void linear_op(StableIValue* stack, uint64_t inputs, uint64_t outputs);
 void linear_out_op(StableIValue* stack, uint64_t inputs, uint64_t outputs);
+void attention_op(StableIValue* stack, uint64_t inputs, uint64_t outputs);
+void mlp_op(StableIValue* stack, uint64_t inputs, uint64_t outputs);
 void lookup_op(StableIValue* stack, uint64_t inputs, uint64_t outputs);
 void moe_op(StableIValue* stack, uint64_t inputs, uint64_t outputs);
 void moe_out_op(StableIValue* stack, uint64_t inputs, uint64_t outputs);

@@ -11,8 +11,9 @@
 
 namespace hal_cpu {
 
-// Tasks are taken one by one: cores that share their time with others finish at different
-// moments. Order and split never reach the numbers, since each task owns its outputs.
+// Tasks are taken as threads come free, a few at a time where there are very many: cores that share
+// their time with others finish at different moments, and a counter that all of them add to costs
+// more than a short task. Order and split never reach the numbers, since each task owns its outputs.
 template <class F>
 void run_tasks(int64_t tasks, bool worth_threads, const F& task) {
   const int64_t threads = worth_threads && tasks > 1 ? torch::stable::get_num_threads() : 1;
@@ -20,12 +21,13 @@ void run_tasks(int64_t tasks, bool worth_threads, const F& task) {
     for (int64_t i = 0; i < tasks; ++i) task(i);
     return;
   }
+  const int64_t many = tasks / (32 * threads), step = many < 1 ? 1 : many;
   std::atomic<int64_t> next{0};
   torch::stable::parallel_for(0, threads < tasks ? threads : tasks, 1, [&](int64_t, int64_t) {
     for (;;) {
-      const int64_t i = next.fetch_add(1, std::memory_order_relaxed);
-      if (i >= tasks) return;
-      task(i);
+      const int64_t first = next.fetch_add(step, std::memory_order_relaxed);
+      if (first >= tasks) return;
+      for (int64_t i = first; i < tasks && i < first + step; ++i) task(i);
     }
   });
 }
@@ -36,9 +38,9 @@ constexpr int64_t kWorthThreads = int64_t{1} << 19;
 constexpr int64_t kWorthEncoding = int64_t{1} << 16;
 
 // One 64-byte aligned region per calling thread, kept while small: decoding calls the same op
-// thousands of times a second, and fresh pages would dominate. A call and the tasks it runs take
-// theirs from different uses, since a task may run on the thread that called.
-enum class Use { kCall, kTask };
+// thousands of times a second, and fresh pages would dominate. A layer, the calls it makes and the
+// tasks they run take theirs from different uses, since all may be on the thread that called.
+enum class Use { kLayer, kCall, kTask };
 
 template <Use USE>
 class ScratchFor {
@@ -88,7 +90,7 @@ class ScratchFor {
  private:
   static constexpr size_t kHuge = size_t{2} << 20;
   // What a thread keeps from call to call: enough for a block of experts over a thousand tokens.
-  static constexpr size_t kKept = size_t{USE == Use::kCall ? 64 : 4} << 20;
+  static constexpr size_t kKept = size_t{USE == Use::kTask ? 4 : 64} << 20;
   struct Cache {
     void* data = nullptr;
     size_t size = 0;
@@ -102,6 +104,7 @@ class ScratchFor {
   char* end_;
 };
 
+using LayerScratch = ScratchFor<Use::kLayer>;
 using Scratch = ScratchFor<Use::kCall>;
 using TaskScratch = ScratchFor<Use::kTask>;
 

@@ -147,6 +147,12 @@ def _(ids, packed, scales, zeros, mins, perm, n, k, group, bits, dtype):
     return ids.new_empty((*ids.shape, k), dtype=dtype)
 
 
+@torch.library.register_fake("hal_cpu::attention")
+@torch.library.register_fake("hal_cpu::mlp")
+def _(x, *args):
+    return torch.empty_like(x)
+
+
 @torch.library.register_fake("hal_cpu::moe")
 def _(x, topk_ids, *args):
     # `reduce` is the last argument but one; the thirty before it do not shape the result.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from hal_backend_cpu import _native
+from hal_backend_cpu.layer import CpuLayer
 from hal_backend_cpu.layout import PackedMatrix
 from hal_core.dtypes import torch_dtype
 from hal_core.errors import ShapeError
@@ -22,6 +23,7 @@ from hal_core.weight_checks import (
 
 if TYPE_CHECKING:
     from hal_core.canonical import QuantizedTensor
+    from hal_core.decoder import DecoderParts
     from hal_core.kernel import LinearWeights, MoEWeights
     from hal_core.spec import EmbeddingSpec, LinearSpec, MoESpec
     from hal_core.transforms import WeightTransform
@@ -88,6 +90,10 @@ class CpuLinear(QuantLinear):
         self.weight.update(weights.weight)
         if self.bias is not None:
             self.bias.copy_(weights.bias)
+
+    @classmethod
+    def fuse(cls, parts: DecoderParts) -> CpuLayer | None:
+        return CpuLayer(parts) if CpuLayer.serves(parts) else None
 
 
 class CpuEmbedding(QuantEmbedding):

@@ -224,7 +224,7 @@ def describe(report: LoadReport) -> dict[str, Any]:
         "format": report.format, "dtype": report.dtype, "numerics": report.numerics, "computed": list(report.computed),
         "policy": report.policy, "kernels": report.kernels(),
         "layers": rows, "notes": [*report.notes, *(f"{op.module}: {note}" for op in report.ops for note in op.notes), *_changed(report)],
-        "packed_bytes": report.packed_bytes, "unquantized_bytes": report.unquantized_bytes,
+        "decoder_layers": list(report.layers), "packed_bytes": report.packed_bytes, "unquantized_bytes": report.unquantized_bytes,
     }  # fmt: skip
 
 
@@ -243,7 +243,7 @@ def _print_summary(result: dict[str, Any]) -> None:
         table.add_row(row["layers"], str(row["count"]), row["kernel"], Text(row["spec"]))
     out.print()
     out.print(table)
-    for note in result["notes"]:
+    for note in (*result["decoder_layers"], *result["notes"]):
         out.print(note)
     if result["kv_cache"] is not None:
         out.print(f"{kv_cache_line(result['kv_cache'])}; {human_bytes(result['kv_cache']['used_bytes'])} in use", markup=False)

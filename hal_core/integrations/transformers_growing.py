@@ -11,21 +11,22 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["cache_argument", "growing_cache"]
+__all__ = ["GrowingLayer", "cache_argument", "growing_cache"]
 
 _STEP = 256
 
 
-class _GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
+class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     """A layer whose keys and values are the front of a larger buffer.
 
     Everything else that transformers does to a layer (crop, reorder, repeat) replaces ``keys`` and ``values``. What is found there and is
-    no front of the buffers any more is copied into new ones, so nothing but ``update`` needs to know of them.
+    no front of the buffers any more is copied into new ones, so nothing but ``update`` and ``room`` needs to know of them.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._buffers: tuple[Tensor, Tensor] | None = None
+        self._fronts: tuple[Tensor, Tensor] | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """All keys and values, ``[B, H, tokens, D]``, views of the buffers."""
@@ -33,29 +34,45 @@ class _GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             self.lazy_initialization(key_states, value_states)
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             return super().update(key_states, value_states)
-        held = self.get_seq_length()
-        keys, values = self._room(key_states, value_states, held)
         count = key_states.shape[-2]
+        keys, values, held = self.room(key_states, value_states, count)
         keys.narrow(-2, held, count).copy_(key_states)
         values.narrow(-2, held, count).copy_(value_states)
-        self.keys, self.values = keys.narrow(-2, 0, held + count), values.narrow(-2, 0, held + count)
-        return self.keys, self.values
+        return self.grow(held + count)
 
-    def _room(self, key_states: Tensor, value_states: Tensor, held: int) -> tuple[Tensor, Tensor]:
-        """Buffers that hold the present tokens and have room for the new ones."""
-        wanted = held + key_states.shape[-2]
+    def room(self, keys_like: Tensor, values_like: Tensor, count: int) -> tuple[Tensor, Tensor, int]:
+        """Buffers ``[B, H, room, D]`` that hold the present tokens and have room for ``count`` more, and the number of the present ones.
+
+        Args:
+            keys_like: ``[B, H, any, D]``, of the dtype and device wanted.
+            values_like: the same.
+            count: new tokens.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(keys_like, values_like)
+        held = self.get_seq_length()
+        wanted = held + count
         buffers = self._buffers
         if buffers is not None and held and wanted <= buffers[0].shape[-2] and self._is_front(buffers):
-            return buffers
-        room = -(-max(wanted, held + held // 2) // _STEP) * _STEP
-        made = tuple(new.new_empty((*new.shape[:-2], room, new.shape[-1])) for new in (key_states, value_states))
+            return *buffers, held
+        room = (max(wanted, held + held // 2) // _STEP + 1) * _STEP  # never full: a prompt is followed by a token
+        made = tuple(new.new_empty((*new.shape[:-2], room, new.shape[-1])) for new in (keys_like, values_like))
         for buffer, old in zip(made, (self.keys, self.values), strict=True):
             if held and old is not None:
                 buffer.narrow(-2, 0, held).copy_(old)
         self._buffers = made[0], made[1]
-        return self._buffers
+        return *self._buffers, held
+
+    def grow(self, length: int) -> tuple[Tensor, Tensor]:
+        """The first ``length`` tokens of the buffers, which from now on are those present."""
+        assert self._buffers is not None
+        keys, values = self._buffers
+        self.keys, self.values = self._fronts = keys.narrow(-2, 0, length), values.narrow(-2, 0, length)
+        return self._fronts
 
     def _is_front(self, buffers: tuple[Tensor, Tensor]) -> bool:
+        if self._fronts is not None and self.keys is self._fronts[0] and self.values is self._fronts[1]:
+            return True
         return all(
             held is not None
             and held.data_ptr() == buffer.data_ptr()
@@ -66,7 +83,7 @@ class _GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     def reset(self) -> None:
         super().reset()
-        self._buffers = None
+        self._buffers = self._fronts = None
 
 
 def cache_argument(model: Any) -> str:
@@ -86,5 +103,5 @@ def growing_cache(model: Any) -> DynamicCache | None:
     if not model._supports_default_dynamic_cache() or model.config.is_encoder_decoder or model.generation_config.cache_implementation:
         return None
     cache = DynamicCache(config=model.config)
-    cache.layers = [_GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
