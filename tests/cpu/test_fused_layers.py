@@ -161,7 +161,7 @@ def test_other_layers_and_backends_keep_their_own_forward_and_say_so(tmp_path) -
     (line,) = hal.load(goldens.folder("ar_sym_int4_g32_moe")).hal.layers
     assert line.endswith("decoder layers keep their own forward: Qwen3MoeDecoderLayer is not one whose steps are known")
     model = hal.load(written(tmp_path), policy="require:reference", dtype="fp32")
-    assert model.hal.layers == ("2 of 2 decoder layers keep their own forward: ReferenceLinear has no call for layers of their form",)
+    assert model.hal.layers == ("2 of 2 decoder layers keep their own forward: ReferenceLinearOp has no call for layers of their form",)
 
 
 def test_new_weights_reach_the_fused_layer_and_copies_are_apart(model) -> None:
