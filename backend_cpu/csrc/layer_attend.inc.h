@@ -5,7 +5,6 @@
 // keys; for fewer than kTurnRows, turning would cost more than the sums across lanes that it saves.
 
 constexpr int kAttendRows = kMaxRows;
-constexpr int kAttendTiles = block_tiles(kMaxRows);
 constexpr int64_t kTurnRows = 12;
 
 HAL_INLINE float* lined(float* p) { return (float*)(((uintptr_t)p + 63) / 64 * 64); }
@@ -61,7 +60,7 @@ static __attribute__((noinline)) void multiply_rows(const float* a, int64_t a_st
                                                     int64_t columns, int64_t depth,
                                                     const float* factor, float* out,
                                                     int64_t out_step) {
-  constexpr int C = R == 1 ? 4 : kAttendTiles;
+  constexpr int C = block_tiles(R);
   int64_t col = 0;
   for (; col + C * kTile <= columns; col += C * kTile)
     multiply<R, C, ADD>(a, a_step, b + col, columns, depth, factor, out + col, out_step);

@@ -33,7 +33,7 @@ void run_tasks(int64_t tasks, bool worth_threads, const F& task) {
 }
 
 // Below this many multiply-adds, waking another thread costs more than it saves; on a machine that others use too, far more.
-constexpr int64_t kWorthThreads = int64_t{1} << 19;
+constexpr int64_t kWorthThreads = int64_t{1} << 18;
 // The same for values turned into records, each of which costs more than a multiply-add.
 constexpr int64_t kWorthEncoding = int64_t{1} << 16;
 

@@ -19,26 +19,52 @@ _STEP = 256
 class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     """A layer whose keys and values are the front of a larger buffer.
 
-    Everything else that transformers does to a layer (crop, reorder, repeat) replaces ``keys`` and ``values``. What is found there and is
-    no front of the buffers any more is copied into new ones, so nothing but ``update`` and ``room`` needs to know of them.
+    Everything else that transformers does to a layer (crop, reorder, repeat) sets ``keys`` and ``values``. What was set, and is no front of
+    the buffers, is copied into new ones before more is appended.
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self._buffers: tuple[Tensor, Tensor] | None = None
-        self._fronts: tuple[Tensor, Tensor] | None = None
+        self._length = 0
+        self._set: dict[str, Tensor | None] = {}
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @property
+    def keys(self) -> Tensor | None:
+        """All keys, ``[B, H, tokens, D]``; a view of the buffer, made when asked for, which fused layers do not."""
+        return self._side("keys", 0)
+
+    @keys.setter
+    def keys(self, value: Tensor | None) -> None:
+        self._replace("keys", value)
+
+    @property
+    def values(self) -> Tensor | None:
+        """All values, as the keys."""
+        return self._side("values", 1)
+
+    @values.setter
+    def values(self, value: Tensor | None) -> None:
+        self._replace("values", value)
+
+    def _side(self, name: str, index: int) -> Tensor | None:
+        if name in self._set or self._buffers is None:
+            return self._set.get(name)
+        return self._buffers[index].narrow(-2, 0, self._length)
+
+    def _replace(self, name: str, value: Tensor | None) -> None:
+        self._set = {"keys": self.keys, "values": self.values} | {name: value}
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """All keys and values, ``[B, H, tokens, D]``, views of the buffers."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             return super().update(key_states, value_states)
         count = key_states.shape[-2]
         keys, values, held = self.room(key_states, value_states, count)
         keys.narrow(-2, held, count).copy_(key_states)
         values.narrow(-2, held, count).copy_(value_states)
-        return self.grow(held + count)
+        self.grow(held + count)
+        return keys.narrow(-2, 0, held + count), values.narrow(-2, 0, held + count)
 
     def room(self, keys_like: Tensor, values_like: Tensor, count: int) -> tuple[Tensor, Tensor, int]:
         """Buffers ``[B, H, room, D]`` that hold the present tokens and have room for ``count`` more, and the number of the present ones.
@@ -61,19 +87,18 @@ class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             if held and old is not None:
                 buffer.narrow(-2, 0, held).copy_(old)
         self._buffers = made[0], made[1]
+        self.grow(held)
         return *self._buffers, held
 
-    def grow(self, length: int) -> tuple[Tensor, Tensor]:
-        """The first ``length`` tokens of the buffers, which from now on are those present."""
-        assert self._buffers is not None
-        keys, values = self._buffers
-        self.keys, self.values = self._fronts = keys.narrow(-2, 0, length), values.narrow(-2, 0, length)
-        return self._fronts
+    def grow(self, length: int) -> None:
+        """From now on the first ``length`` tokens of the buffers are those present."""
+        self._length, self._set = length, {}
+
+    def get_seq_length(self) -> int:
+        return self._length if not self._set else int(super().get_seq_length())
 
     def _is_front(self, buffers: tuple[Tensor, Tensor]) -> bool:
-        if self._fronts is not None and self.keys is self._fronts[0] and self.values is self._fronts[1]:
-            return True
-        return all(
+        return not self._set or all(
             held is not None
             and held.data_ptr() == buffer.data_ptr()
             and held.stride() == buffer.stride()
@@ -83,7 +108,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     def reset(self) -> None:
         super().reset()
-        self._buffers = self._fronts = None
+        self._buffers, self._length, self._set = None, 0, {}
 
 
 def cache_argument(model: Any) -> str:
