@@ -284,5 +284,6 @@ def _call(event: _Event, moving: list[Tensor | None], source: Callable[[Tensor],
             offset = (value.data_ptr() - whole.data_ptr()) // value.itemsize
             same = (value.shape, value.stride(), offset) == (whole.shape, whole.stride(), 0)
             places.append((at, index, None if same else (tuple(value.shape), value.stride(), offset)))
+            args[at] = None  # or its memory would stay
     names = tuple(name for name, _ in event.named)
     return _Call(event.target, tuple(args), names, tuple(places), event.result is not None)

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import ctypes
 import types
+import weakref
 
 import pytest
 import torch
@@ -85,6 +86,15 @@ def test_a_call_is_repeated_with_other_tensors(kept):
     op.bias.add_(1.0)  # an update in place
     check(op, 2)
     assert op.slow == 2
+
+
+def test_a_recorded_call_holds_none_of_its_tensors():
+    op, x, out = Op(kept=False), torch.randn(2, 4), torch.empty(2, 4)
+    held = weakref.ref(x), weakref.ref(out)
+    op.apply(x, out)
+    del x, out
+    assert op.repeats.known
+    assert [each() for each in held] == [None, None]
 
 
 def test_memory_is_kept_up_to_a_limit_and_old_calls_go():
