@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hal_backend_cuda.providers.humming.layout import humming_tensors
+from hal_backend_cuda.providers.humming.layout import humming_tensors, stacked_rows
 from hal_backend_cuda.providers.humming.recipes import RECIPES
 from hal_backend_cuda.providers.humming.runtime import Problem
 from hal_backend_cuda.providers.humming.tables import joined
@@ -79,3 +79,16 @@ def test_humming_takes_the_tensors(name, text, experts, bias):
         kept = check_and_pad_tensors(p.configuration(0), dict(tensors))
         for tensor_name, tensor in tensors.items():
             assert kept[tensor_name].shape == tensor.shape, "nothing is padded, so nothing is copied"
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_humming_takes_global_scales_of_each_row(dtype):
+    from humming.transform import check_and_pad_tensors
+
+    p = Problem(BY_NAME["nvfp4"], WeightScheme.parse("nvfp4:g16"), 256, 384, dtype, False, 3, stacked=True)
+    halves = [random_weight(p.scheme, (3, 128, 384), torch.Generator().manual_seed(seed), dtype) for seed in (1, 2)]
+    tensors = stacked_rows([humming_tensors(half, dtype) for half in halves], dtype)
+    kept = check_and_pad_tensors(p.configuration(0), dict(tensors))
+    assert kept["weight_scale_2"].shape == (3, 256)
+    assert kept["weight_scale_2"].dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    legal(p, p.table(p.configuration(0), 0))
