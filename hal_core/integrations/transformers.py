@@ -120,18 +120,19 @@ def load(
     for planned in plan:
         filler.fill_op(planned)
     filler.fill_plain()
-    filler.trimmer.flush()
     finish(model, checkpoint)
     if filler.device.type != "cpu":
         model.to(filler.device)  # what no checkpoint stores; all else is there
     from hal_core.integrations.transformers_layers import fuse_layers  # needs transformers, which by now is there
 
+    layers = fuse_layers(model, filler.trimmer)
+    filler.trimmer.flush()
     model.save_pretrained = _refuse_saving
     model.hal_kv_params = checkpoint.kv_params()
     model.hal = LoadReport(
         path=str(checkpoint.path), format=checkpoint.format, dtype=dtype_word(activation_dtype), numerics=numerics, policy=str(chosen),
         ops=tuple(filler.reports), packed_bytes=sum(op.nbytes for op in filler.reports), unquantized_bytes=filler.plain_bytes,
-        notes=checkpoint.notes, layers=fuse_layers(model),
+        notes=checkpoint.notes, layers=layers,
     )  # fmt: skip
     return model
 

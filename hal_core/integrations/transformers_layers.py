@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from hal_core.decoder import FusedLayer
+    from hal_core.memory import Trimmer
 
 __all__ = ["FusedForward", "fuse_layers"]
 
@@ -100,8 +101,12 @@ class FusedForward:
         return not self.layer.training and not any(self.hooks) and attention in _PLAIN_ATTENTION
 
 
-def fuse_layers(model: Any) -> tuple[str, ...]:
+def fuse_layers(model: Any, trimmer: Trimmer) -> tuple[str, ...]:
     """Give every decoder layer of a ``transformers`` model a fused forward where one serves it.
+
+    Args:
+        model: its linears are prepared.
+        trimmer: gives back what laying a layer's weights anew has left.
 
     Returns:
         One line that counts the fused layers, and one for each reason why others keep their own forward; none without decoder layers.
@@ -110,7 +115,10 @@ def fuse_layers(model: Any) -> tuple[str, ...]:
     if not isinstance(layers, nn.ModuleList):
         return ()
     cache, sound = growing_cache(model), dict[tuple[str, ...], str]()
-    reasons = Counter(_fuse(model, layer, cache, sound) for layer in layers)
+    reasons = Counter[str]()
+    for layer in layers:
+        reasons[_fuse(model, layer, cache, sound)] += 1
+        trimmer.passed(sum(buffer.nbytes for buffer in layer.buffers()))
     fused = reasons.pop("", 0)
     lines = [f"{fused} of {len(layers)} decoder layers run in one call each"] if fused else []
     return (*lines, *(f"{count} of {len(layers)} decoder layers keep their own forward: {why}" for why, count in reasons.items()))

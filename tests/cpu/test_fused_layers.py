@@ -19,6 +19,7 @@ import hal_core as hal
 from hal_backend_cpu.ops import CpuLinear
 from hal_core.integrations.transformers_growing import cache_argument, growing_cache
 from hal_core.integrations.transformers_layers import FusedForward, fuse_layers
+from hal_core.memory import Trimmer
 
 FUSED = ("2 of 2 decoder layers run in one call each",)
 #: Architecture, its tensors' kind, those of another kind, and whether there are biases.
@@ -180,4 +181,4 @@ def test_layers_with_a_window_keep_their_own_forward(model) -> None:
 
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     other = MistralForCausalLM(MistralConfig(vocab_size=64, head_dim=32, sliding_window=8, **sizes))
-    assert fuse_layers(other) == ("2 of 2 decoder layers keep their own forward: generate gives them a cache of another kind",)
+    assert fuse_layers(other, Trimmer()) == ("2 of 2 decoder layers keep their own forward: generate gives them a cache of another kind",)
