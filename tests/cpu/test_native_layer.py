@@ -2,98 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("hal_backend_cpu", reason="the hal-backend-cpu wheel is not installed")
-from cpu.native_cases import USABLE, Matrix, make
+from cpu.native_cases import USABLE, error
+from cpu.native_layer import BEHIND, Case, Layer, Mlp
 
-from hal_backend_cpu import _native
-
-EPS = 1e-5
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
-BEHIND = (*(None,) * 6, 0, 0, "")
-
-
-@dataclass(frozen=True)
-class Case:
-    batch: int = 1
-    tokens: int = 1
-    held: int = 0
-    heads: int = 4
-    kv_heads: int = 2
-    dim: int = 16
-    hidden: int = 72
-    norms: bool = False
-    dtype: torch.dtype = torch.float32
-
-
-def argument(matrix: Matrix, isa: str, bias: Tensor | None = None) -> tuple[object, ...]:
-    codes, scales, zeros, mins = matrix.packed
-    return (codes, scales, zeros, mins, None, bias, matrix.group, matrix.bits, isa)
-
-
-def normed(x: Tensor, weight: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * weight
-
-
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    half = x.shape[-1] // 2
-    return x * cos[:, :, None] + torch.cat((-x[..., half:], x[..., :half]), -1) * sin[:, :, None]
-
-
-class Layer:
-    """Random weights and inputs of one case, and the attention half in float64."""
-
-    def __init__(self, case: Case, seed: int = 0) -> None:
-        self.case, c = case, case
-        g = torch.Generator().manual_seed(seed)
-
-        def random(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=g).to(c.dtype)
-
-        self.q = make(c.heads * c.dim, c.hidden, 24, 4, "mins", seed=seed)
-        self.k, self.v = (make(c.kv_heads * c.dim, c.hidden, 24, 4, "mins", seed=seed + i) for i in (1, 2))
-        self.o = make(c.hidden, c.heads * c.dim, 32, 8, seed=seed + 3)
-        self.x, self.norm = random(c.batch, c.tokens, c.hidden), random(c.hidden)
-        self.x[..., 5] *= 20  # an outlier
-        self.q_norm, self.k_norm = (random(c.dim), random(c.dim)) if c.norms else (None, None)
-        angles = torch.rand(c.batch, c.tokens, c.dim // 2, generator=g).mul(6).repeat(1, 1, 2)
-        self.cos, self.sin = angles.cos().to(c.dtype), angles.sin().to(c.dtype)
-        room = (c.batch, c.kv_heads, c.held + c.tokens + 3, c.dim)
-        self.keys, self.values = (torch.full(room, float("nan"), dtype=c.dtype) for _ in range(2))
-        for cache in (self.keys, self.values):
-            cache[:, :, : c.held] = random(c.batch, c.kv_heads, c.held, c.dim)
-
-    def native(self, isa: str, matrices: tuple[object, ...] | None = None) -> Tensor:
-        c = self.case
-        three = matrices or tuple(part for matrix in (self.q, self.k, self.v) for part in argument(matrix, isa))
-        return _native.ops.attention(
-            self.x, self.cos, self.sin, self.keys, self.values, c.held, self.norm, self.q_norm, self.k_norm, *three,
-            *argument(self.o, isa), c.heads, EPS, c.dim**-0.5,
-        )  # fmt: skip
-
-    def reference(self) -> tuple[Tensor, Tensor]:
-        """The result and all keys."""
-        c, x = self.case, self.x.double()
-        h = normed(x, self.norm.double())
-        q, k, v = ((h @ m.weight().T).unflatten(-1, (-1, c.dim)) for m in (self.q, self.k, self.v))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = normed(q, self.q_norm.double()), normed(k, self.k_norm.double())
-        q, k = (rotated(t, self.cos.double(), self.sin.double()).transpose(1, 2) for t in (q, k))
-        keys = torch.cat((self.keys[:, :, : c.held].double(), k), 2)
-        values = torch.cat((self.values[:, :, : c.held].double(), v.transpose(1, 2)), 2)
-        seen = torch.ones(c.tokens, c.held + c.tokens, dtype=torch.bool).tril(c.held)
-        attended = torch.nn.functional.scaled_dot_product_attention(q, keys, values, attn_mask=seen, enable_gqa=True)
-        return x + attended.transpose(1, 2).flatten(2) @ self.o.weight().T, keys
-
-
-def error(found: Tensor, wanted: Tensor) -> float:
-    return float((found.double() - wanted).norm() / wanted.norm())
-
 
 CASES = {
     "one token": Case(held=7),
@@ -152,18 +70,9 @@ def test_threads_do_not_reach_the_numbers(threads: int) -> None:
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize(("tokens", "intermediate", "dtype"), [(1, 40, torch.float32), (19, 33, torch.float32), (5, 48, torch.bfloat16)])
 def test_mlp_is_that_of_float64(tokens: int, intermediate: int, dtype: torch.dtype, activation: str) -> None:
-    g = torch.Generator().manual_seed(tokens)
-    x, norm = torch.randn(2, tokens, 72, generator=g).to(dtype), torch.randn(72, generator=g).to(dtype)
-    gate, up = make(intermediate, 72, 24, 4, "zeros", seed=1), make(intermediate, 72, 72, 8, seed=2)
-    down = make(72, intermediate, intermediate, 8, seed=3)
-    bias = torch.randn(intermediate, generator=g)
-    isa = "avx2"
-    found = _native.ops.mlp(x, norm, *argument(gate, isa, bias), *argument(up, isa), *argument(down, isa), intermediate, EPS, activation)
-    act = {"silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu,
-           "gelu_tanh": lambda v: torch.nn.functional.gelu(v, approximate="tanh")}[activation]  # fmt: skip
-    h = normed(x.double(), norm.double())
-    hidden = act(h @ gate.weight().T + bias.double()) * (h @ up.weight().T)
-    assert error(found, x.double() + hidden @ down.weight().T) < BOUND[dtype]
+    mlp, x = Mlp(72, intermediate), torch.randn(2, tokens, 72).to(dtype)
+    mlp.norm = mlp.norm.to(dtype).float()
+    assert error(mlp.native(x, "avx2", activation), mlp.reference(x, activation)) < BOUND[dtype]
 
 
 def test_a_row_that_is_not_finite_stays_in_its_row() -> None:

@@ -10,6 +10,7 @@ import threading
 import pytest
 import torch
 from cpu.native_cases import USABLE, activations, error, linear, make
+from cpu.native_layer import Case, Layer, Mlp
 from cpu.native_moe import Experts, routing
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -69,6 +70,22 @@ def test_experts(isa, hidden, inner, tokens, count, bits, zero, gated, reduce, s
     truth = block.truth(x, ids, weights, reduce=reduce)
     assert y.shape == truth.shape
     assert not tokens or error(y, truth) < 1e-4
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    isa=isas, batch=st.integers(1, 3), tokens=st.integers(1, 40), held=st.integers(0, 300), kv_heads=st.integers(1, 3),
+    per_kv=st.integers(1, 4), dim=st.sampled_from([16, 32, 80]), hidden=st.integers(8, 70), norms=st.booleans(), dtype=floats,
+    step=st.sampled_from([0, 2, 4]), seed=st.integers(0, 2**31),
+)  # fmt: skip
+def test_layer(isa, batch, tokens, held, kv_heads, per_kv, dim, hidden, norms, dtype, step, seed):
+    layer = Layer(Case(batch, tokens, held, kv_heads * per_kv, kv_heads, dim, hidden, norms, 0, dtype), seed)
+    layer.x, layer.keys, layer.values = (shifted(t, step) for t in (layer.x, layer.keys, layer.values))
+    wanted, _ = layer.reference()
+    assert error(layer.native(isa), wanted) < 10 * TOLERANCE[dtype]
+    mlp, x = Mlp(hidden, hidden + tokens, seed), layer.x
+    mlp.norm = mlp.norm.to(dtype).float()
+    assert error(mlp.native(x, isa), mlp.reference(x)) < 10 * TOLERANCE[dtype]
 
 
 @settings(max_examples=60, deadline=None)
