@@ -31,8 +31,10 @@ if TYPE_CHECKING:
 __all__ = ["CpuEmbedding", "CpuLinear", "CpuMoE"]
 
 
-#: The overload itself: finding it anew costs a tenth of a microsecond a call.
-_LINEAR = _native.ops.linear.default
+#: The overloads themselves: finding them anew costs a tenth of a microsecond a call.
+_LINEAR, _MOE_OUT = _native.ops.linear.default, _native.ops.moe_out.default
+#: In place of the weights of a gate, where there is none.
+_NO_MATRIX = (None,) * 5
 
 
 def _matmul(weight: PackedMatrix, x: Tensor, bias: Tensor | None, isa: str, out: Tensor | None) -> Tensor:
@@ -137,16 +139,41 @@ class CpuMoE(MoEExperts):
         for name in ("gate_bias", "up_bias", "down_bias"):
             bias = getattr(weights, name)
             self.register_buffer(name, None if bias is None else bias.float())
+        a, gate = spec.activation, self.gate
+        #: What the native op takes between its tensors and the words of a call.
+        self.constants = (
+            spec.local, spec.intermediate, 0 if gate is None else gate.group, self.up.group, self.down.group,
+            0 if gate is None else gate.scheme.bits, self.up.scheme.bits, self.down.scheme.bits,
+            a.kind, a.alpha, a.limit, spec.routed_scaling, spec.router_weight_on_input,
+        )  # fmt: skip
 
     def compute(self, x, routing, expert_map, out, workspace, reduce):  # types: see the base class
         if not isinstance(x, Tensor) or not isinstance(routing, Routed):
             found = f"{type(x).__name__} with {type(routing).__name__}"
             raise ShapeError("cpu experts", found, "give a tensor and Routed(topk_ids, topk_weights)")
-        s, a = self.spec, self.spec.activation
-        refuse_gradients("cpu experts", x)
-        if self.up.on_meta:
+        own, parts = self._buffers, self._modules  # not by attribute, see PackedMatrix.arguments
+        gate, up, down = parts.get("gate"), parts["up"], parts["down"]
+        if x.requires_grad:
+            refuse_gradients("cpu experts", x)
+        if up.on_meta:
             raise _nowhere("cpu experts")
         ids = routing.topk_ids
+        self._check_call(x, ids, expert_map)
+        arguments = (
+            x.contiguous(), ids.contiguous(), routing.topk_weights.contiguous(),
+            *(_NO_MATRIX if gate is None else gate.arguments()), own["gate_bias"],
+            *up.arguments(), own["up_bias"], *down.arguments(), own["down_bias"], expert_map, *self.constants, reduce, self.isa,
+        )  # fmt: skip
+        try:
+            if out is None:
+                return _native.ops.moe(*arguments)
+            _MOE_OUT(*arguments, out)
+        except (RuntimeError, NotImplementedError) as error:
+            raise ShapeError("cpu experts", _first_line(error)) from error
+        return out
+
+    def _check_call(self, x: Tensor, ids: Tensor, expert_map: Tensor | None) -> None:
+        s = self.spec
         # padding hides a wrong width from the native check
         if x.dim() != 2 or x.shape[1] != s.hidden or ids.dim() != 2 or ids.shape[1] != s.top_k:
             found = f"x {list(x.shape)}, topk_ids {list(ids.shape)}"
@@ -154,24 +181,8 @@ class CpuMoE(MoEExperts):
         if (expert_map is not None) != s.expert_map or (expert_map is not None and tuple(expert_map.shape) != (s.num_experts,)):
             found = "missing" if expert_map is None else f"shape {list(expert_map.shape)}"
             raise ShapeError("experts expert_map", found, f"the spec says expert_map={s.expert_map} for {s.num_experts} experts")
-        if expert_map is None and s.local != s.num_experts:
+        if expert_map is None and self.constants[0] != s.num_experts:
             raise ShapeError("experts", f"{s.local} of {s.num_experts} experts without an expert_map", "give the map of local ids")
-        gate, (none, zero) = self.gate, ((None,) * 5, 0)
-        arguments = (
-            x.contiguous(), routing.topk_ids.contiguous(), routing.topk_weights.contiguous(),
-            *(none if gate is None else gate.arguments()), self.gate_bias,
-            *self.up.arguments(), self.up_bias, *self.down.arguments(), self.down_bias, expert_map, s.local, s.intermediate,
-            zero if gate is None else gate.group, self.up.group, self.down.group,
-            zero if gate is None else gate.scheme.bits, self.up.scheme.bits, self.down.scheme.bits,
-            a.kind, a.alpha, a.limit, s.routed_scaling, s.router_weight_on_input, reduce, self.isa,
-        )  # fmt: skip
-        try:
-            if out is None:
-                return _native.ops.moe(*arguments)
-            _native.ops.moe_out(*arguments, out)
-        except (RuntimeError, NotImplementedError) as error:
-            raise ShapeError("cpu experts", _first_line(error)) from error
-        return out
 
     def workspace_size(self, max_tokens: int) -> int:
         return 0  # the op keeps its own bounded scratch
