@@ -8,6 +8,7 @@
 
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "error.h"
 
@@ -24,6 +25,7 @@ class Args {
   std::optional<Tensor> maybe_tensor() {
     return torch::stable::detail::to<std::optional<Tensor>>(next());
   }
+  std::vector<Tensor> tensors() { return torch::stable::detail::to<std::vector<Tensor>>(next()); }
   int64_t integer() { return torch::stable::detail::to<int64_t>(next()); }
   torch::headeronly::ScalarType scalar_type() {
     return torch::stable::detail::to<torch::headeronly::ScalarType>(next());

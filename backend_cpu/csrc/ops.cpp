@@ -49,6 +49,7 @@ STABLE_TORCH_LIBRARY(hal_cpu, m) {
   m.def("unpack(Tensor packed, int n, int k, int bits, bool signed) -> Tensor");
   m.def("pack_groups(Tensor groups) -> Tensor");
   m.def("unpack_groups(Tensor groups, int n) -> Tensor");
+  m.def("join(Tensor[] parts) -> Tensor");
   m.def("unpack_words(Tensor words, str order, int bits, int count, bool signed, str isa) -> Tensor");
   m.def("turn(Tensor matrix, str isa) -> Tensor");
   m.def("linear(" HAL_CPU_LINEAR_ARGUMENTS ") -> Tensor");
@@ -77,6 +78,7 @@ STABLE_TORCH_LIBRARY_IMPL(hal_cpu, CPU, m) {
   m.impl("unpack", &hal_cpu::unpack_op);
   m.impl("pack_groups", &hal_cpu::pack_groups_op);
   m.impl("unpack_groups", &hal_cpu::unpack_groups_op);
+  m.impl("join", &hal_cpu::join_op);
   m.impl("unpack_words", &hal_cpu::unpack_words_op);
   m.impl("turn", &hal_cpu::turn_op);
   m.impl("linear", &hal_cpu::linear_op);

@@ -6,6 +6,7 @@ namespace hal_cpu {
 
 void usable_isa_op(StableIValue* stack, uint64_t inputs, uint64_t outputs);
 void preferred_isa_op(StableIValue* stack, uint64_t inputs, uint64_t outputs);
+void join_op(StableIValue* stack, uint64_t inputs, uint64_t outputs);
 void pack_op(StableIValue* stack, uint64_t inputs, uint64_t outputs);
 void unpack_op(StableIValue* stack, uint64_t inputs, uint64_t outputs);
 void pack_groups_op(StableIValue* stack, uint64_t inputs, uint64_t outputs);

@@ -233,7 +233,37 @@ Tensor unpack_groups(const Tensor& groups, int64_t n) {
   return plain;
 }
 
+// Packed tensors [tiles, ..] of several matrices, one behind the other.
+Tensor join(const std::vector<Tensor>& parts) {
+  if (parts.empty()) fail("parts has no tensors");
+  const int64_t d = parts[0].dim();
+  if (d < 1 || d > 8) fail("parts[0] has shape ", shape_text(parts[0]), "; expected 1 to 8 dimensions");
+  std::vector<int64_t> shape(1, 0);
+  for (int64_t i = 1; i < d; ++i) shape.push_back(parts[0].size(i));
+  for (const Tensor& part : parts) {
+    check_plain(part, "parts");
+    check_type(part, "parts", parts[0].scalar_type());
+    bool same = part.dim() == d;
+    for (int64_t i = 1; same && i < d; ++i) same = part.size(i) == shape[static_cast<size_t>(i)];
+    if (!same) fail("parts have shapes ", shape_text(parts[0]), " and ", shape_text(part), "; they may differ in the first size");
+    shape[0] += part.size(0);
+  }
+  Tensor whole = new_weights(shape.data(), d, parts[0].scalar_type());
+  auto* to = static_cast<char*>(whole.data_ptr());
+  for (const Tensor& part : parts) {
+    const auto bytes = static_cast<size_t>(part.numel() * part.element_size());
+    std::memcpy(to, part.data_ptr(), bytes);
+    to += bytes;
+  }
+  return whole;
+}
+
 }  // namespace
+
+void join_op(StableIValue* stack, uint64_t inputs, uint64_t) {
+  Args args(stack, inputs);
+  put(stack, join(args.tensors()));
+}
 
 void pack_op(StableIValue* stack, uint64_t inputs, uint64_t) {
   Args args(stack, inputs);

@@ -82,6 +82,11 @@ def unpack_groups(groups: torch.Tensor, n: int) -> torch.Tensor:
     return ops.unpack_groups(groups.contiguous(), n)
 
 
+def join(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Packed tensors [tiles, ...] of matrices that differ in their number of outputs, one behind the other."""
+    return ops.join(parts)
+
+
 def unpack_words(words: torch.Tensor, order: str, bits: int, count: int, *, signed: bool = False, isa: str = "auto") -> torch.Tensor:
     """A checkpoint's packed int32 words to canonical values, as ``hal_core.formats.unpack.torch_codes``; isa: plain, avx2 or auto."""
     return ops.unpack_words(words, order, bits, count, signed, isa)
@@ -118,6 +123,11 @@ def _(groups):
 @torch.library.register_fake("hal_cpu::unpack_groups")
 def _(groups, n):
     return groups.new_empty((*groups.shape[:-3], n, groups.shape[-2]))
+
+
+@torch.library.register_fake("hal_cpu::join")
+def _(parts):
+    return torch.empty_like(torch.cat(parts))
 
 
 @torch.library.register_fake("hal_cpu::unpack_words")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hal_backend_cpu import _native
-from hal_backend_cpu.layout import PackedMatrix, joined
+from hal_backend_cpu.layout import joined
 from hal_core.errors import ShapeError
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def _arguments(*linears: CpuLinear) -> tuple[object, ...]:
     alike = len({(linear.isa, linear._buffers["bias"] is None) for linear in linears}) == 1
     whole = joined([linear.weight for linear in linears]) if alike and len(linears) > 1 else None
     if whole is None:
-        return tuple(argument for linear in linears for argument in _one(linear, linear.weight, linear._buffers["bias"]))
+        return tuple(argument for linear in linears for argument in _one(linear, linear.weight.arguments(), linear._buffers["bias"]))
     bias = None
     if linears[0]._buffers["bias"] is not None:
         bias = torch.cat([linear._buffers["bias"] for linear in linears])
@@ -74,5 +74,5 @@ def _arguments(*linears: CpuLinear) -> tuple[object, ...]:
     return (*_one(linears[0], whole, bias), *_BEHIND * (len(linears) - 1))
 
 
-def _one(linear: CpuLinear, weight: PackedMatrix, bias: Tensor | None) -> tuple[object, ...]:
-    return (*weight.arguments(), bias, weight.group, weight.scheme.bits, linear.isa)
+def _one(linear: CpuLinear, packed: tuple[Tensor | None, ...], bias: Tensor | None) -> tuple[object, ...]:
+    return (*packed, bias, linear.weight.group, linear.weight.scheme.bits, linear.isa)

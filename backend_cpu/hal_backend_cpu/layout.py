@@ -10,7 +10,6 @@ from torch import nn
 from hal_backend_cpu import _native
 from hal_core.canonical import QuantizedTensor, pack_nibbles, unpack_nibbles
 from hal_core.errors import ShapeError, UnfitWeightsError
-from hal_core.schemes import GranularityKind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -112,32 +111,23 @@ class PackedMatrix(nn.Module):
         return QuantizedTensor(self.scheme, self.shape, values, grid(self.scales), grid(self.zeros), grid(self.mins), g_idx)
 
 
-def joined(parts: Sequence[PackedMatrix]) -> PackedMatrix | None:
-    """One matrix with the outputs of several, one after the other, whose packed tensors become views of its own.
+def joined(parts: Sequence[PackedMatrix]) -> tuple[Tensor | None, ...] | None:
+    """:meth:`PackedMatrix.arguments` of one matrix with the outputs of several; their packed tensors become views of its own.
 
-    None where they do not fit together: they differ in more than their number of outputs, have act-order, one scale for all, or a last tile
-    that is not full.
+    None where they do not fit together: they differ in more than their number of outputs, have act-order, or a last tile that is not full.
     """
     first = parts[0]
     if any((p.scheme, p.k) != (first.scheme, first.k) or p.n % _native.TILE or p.perm is not None for p in parts):
         return None
-    if first.scheme.granularity.kind is GranularityKind.TENSOR or len({p.scales.dtype for p in parts}) > 1:
+    if any(mine.dtype != theirs.dtype for p in parts for mine, theirs in zip(p.buffers(), first.buffers(), strict=True)):
         return None
-    each = [p.unpack() for p in parts]
-
-    def rows(name: str) -> Tensor | None:
-        tensors = [getattr(weight, name) for weight in each]
-        return None if tensors[0] is None else torch.cat(tensors)
-
-    shape = (sum(p.n for p in parts), first.k)
-    whole = PackedMatrix(QuantizedTensor(first.scheme, shape, rows("values"), rows("scales"), rows("zeros"), rows("mins"), None))
-    at = 0
-    for part in parts:
-        tiles = part.n // _native.TILE
-        for name, tensor in whole._buffers.items():
-            part._buffers[name] = None if tensor is None else tensor.narrow(0, at, tiles)
-        at += tiles
-    return whole
+    whole_of: dict[str, Tensor] = {}
+    for name in [name for name, tensor in first._buffers.items() if tensor is not None]:
+        whole = _native.join([p._buffers[name] for p in parts])
+        for part, view in zip(parts, whole.split([p.n // _native.TILE for p in parts]), strict=True):
+            part._buffers[name] = view
+        whole_of[name] = whole
+    return tuple(whole_of.get(name) for name in ("codes", "scales", "zeros", "mins", "perm"))
 
 
 def _group_order(g_idx: Tensor, group: int) -> Tensor:

@@ -11,6 +11,8 @@ pytest.importorskip("hal_backend_cpu", reason="the hal-backend-cpu wheel is not 
 from cpu.native_cases import USABLE, error
 from cpu.native_layer import BEHIND, Case, Layer, Mlp
 
+from hal_backend_cpu import _native
+
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
 
 CASES = {
@@ -109,3 +111,12 @@ def test_the_first_matrix_must_be_given() -> None:
     layer = Layer(Case())
     with pytest.raises(RuntimeError, match="q_packed is None"):
         layer.native("avx2", BEHIND * 3)
+
+
+def test_joined_packed_tensors_stand_one_behind_the_other() -> None:
+    parts = [torch.randint(-9, 9, (tiles, 3, 16), dtype=torch.int32) for tiles in (2, 0, 5)]
+    assert torch.equal(_native.join(parts), torch.cat(parts))
+    with pytest.raises(RuntimeError, match=r"parts have shapes \[2, 3, 16\] and \[2, 4, 16\]"):
+        _native.join([parts[0], torch.zeros(2, 4, 16, dtype=torch.int32)])
+    with pytest.raises(RuntimeError, match="parts is int64; expected int32"):
+        _native.join([parts[0], parts[0].long()])
