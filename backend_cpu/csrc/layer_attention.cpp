@@ -56,6 +56,7 @@ Heads check_attention(AttentionArgs& a) {
   check_plain(a.keys, "keys");
   check_type(a.keys, "keys", type);
   if (a.keys.dim() != 4) fail("keys has shape ", shape_text(a.keys), "; expected [batch, heads, room, dim]");
+  check_range(a.heads, "heads", 1, kMaxDim);
   h.kv_heads = a.keys.size(1), h.room = a.keys.size(2), h.dim = a.keys.size(3);
   check_range(h.kv_heads, "heads of keys", 1, a.heads);
   check_range(h.dim, "dim", kTile, kMostDim);

@@ -18,6 +18,7 @@ import json, warnings
 warnings.simplefilter("ignore")
 import torch
 from cpu.native_cases import activations, error, linear, make
+from cpu.native_layer import Case, Layer, Mlp
 from cpu.native_moe import Experts, experts, routing
 from hal_backend_cpu import _native
 from hal_core.formats.unpack import torch_codes
@@ -34,6 +35,11 @@ for bits in (4, 8):
         ids, weights = routing(9, 6, 2)
         block, x = experts(bits=bits, zero=zero), activations(9, 96)
         found[f"experts {bits} {zero}"] = error(block.native(x, ids, weights), block.truth(x, ids, weights))
+for case in (Case(held=9), Case(tokens=30, norms=True), Case(tokens=20, held=3, dtype=torch.float16)):
+    layer, mlp = Layer(case), Mlp(72, 40)
+    found[f"attention {case}"] = error(layer.native("auto"), layer.reference()[0])
+    mlp.norm = mlp.norm.to(case.dtype).float()
+    found[f"mlp {case}"] = error(mlp.native(layer.x, "auto"), mlp.reference(layer.x))
 words = torch.randint(-(2**31), 2**31, (96, 40), dtype=torch.int32)
 for order, bits, count in (("rows", 4, 319), ("columns", 4, 768), ("columns", 3, 1024), ("awq", 4, 96)):
     same = torch.equal(_native.unpack_words(words, order, bits, count), torch_codes(words, order, bits, count, False))
