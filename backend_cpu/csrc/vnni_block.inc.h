@@ -20,29 +20,29 @@ HAL_INLINE void add_word(const int32_t* const* code, int64_t i, int64_t words, c
   constexpr int kPerWord = 32 / BITS;
   const VI low = iset(0x0f0f0f0f);
   const VI flip = iset(BITS == 4 ? 0x08080808 : (int32_t)0x80808080u);
-  VI q[2][C];
+  VI word[C];
 #pragma GCC unroll 8
   for (int c = 0; c < C; ++c) {
-    const VI word = iload(code[c] + i * kTile);
+    word[c] = iload(code[c] + i * kTile);
     if (R <= 4) prefetch_words(code[c], i + kPrefetchWords, words, C);
-    if (BITS == 8) {
-      q[0][c] = ZERO == kZeroNone ? _mm512_xor_si512(word, flip) : word;
-    } else if (ZERO == kZeroNone) {
-      q[0][c] = _mm512_ternarylogic_epi32(word, low, flip, 0x6a);
-      q[1][c] = _mm512_ternarylogic_epi32(ishr(word, 4), low, flip, 0x6a);
-    } else {
-      q[0][c] = _mm512_and_si512(word, low);
-      q[1][c] = _mm512_and_si512(ishr(word, 4), low);
-    }
   }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
-    for (int half = 0; half < kPerWord / 4; ++half) {
+  for (int half = 0; half < kPerWord / 4; ++half) {
+    VI q[C];
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) {
+      const VI bits = half ? ishr(word[c], 4) : word[c];
+      if (BITS == 8) q[c] = ZERO == kZeroNone ? _mm512_xor_si512(bits, flip) : bits;
+      else if (ZERO == kZeroNone) q[c] = _mm512_ternarylogic_epi32(bits, low, flip, 0x6a);
+      else q[c] = _mm512_and_si512(bits, low);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
       const VI x = dword(rows + r * stride + i * kPerWord + half * 4);
 #pragma GCC unroll 8
-      for (int c = 0; c < C; ++c) part[r][c] = _mm512_dpbusd_epi32(part[r][c], q[half][c], x);
+      for (int c = 0; c < C; ++c) part[r][c] = _mm512_dpbusd_epi32(part[r][c], q[c], x);
     }
+  }
 }
 
 // The words of one tile follow each other in memory, and so do the tiles: few rows take kStreams
@@ -150,8 +150,10 @@ static void vnni_any(const Matrix& m, const Records& f, int64_t tile, const char
 template <int R>
 static void vnni_rows(const Matrix& m, const Records& f, int64_t tile, int64_t tiles,
                       const char* rows, float* out, int64_t step) {
-  // As many tiles as leave registers for the codes beside the sums.
-  constexpr int C = R > 4 ? 2 : R > 2 ? 4 : kStreams, U = R > 2 ? 1 : 4 / kStreams;
+  // As many tiles as leave registers for the codes beside the sums; four rows are content with two
+  // where fewer streams are faster.
+  constexpr int C = R > 4 || (R == 4 && kStreams == 1) ? 2 : R > 2 ? 4 : kStreams;
+  constexpr int U = R > 2 ? 1 : 4 / kStreams;
   int64_t c = 0;
   for (; c + C <= tiles; c += C) vnni_any<R, C, U>(m, f, tile + c, rows, out + c * kTile, step);
   if constexpr (C > 1)
