@@ -90,7 +90,7 @@ class PreparedLinear(_Prepared, QuantLinear):
             y = self.traced(rows).view(shape)
             return y if out is None else self.room(out, shape).copy_(y)
         y = self.room(out, shape)
-        self.launch(rows, y.view(-1, self.spec.n))
+        self.launch(rows, y if y.dim() == 2 else y.view(-1, self.spec.n))
         return y
 
     def update(self, weights: LinearWeights) -> None:

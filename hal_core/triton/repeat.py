@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,9 +22,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Repeats", "called", "launched", "made", "room"]
 
-#: Bytes of one call, and of all calls of an op, up to which memory made during a call is kept for the next instead of asked for again.
-_KEPT, _KEPT_IN_ALL = 1 << 19, 1 << 20
-#: Recorded calls of an op; with other shapes the oldest that keeps no memory goes.
+#: Bytes between the steps of a call up to which it takes them from the memory that its stream's calls share, which saves asking for them.
+_SHARED = 1 << 25
+#: Bytes that rooms in it begin at multiples of.
+_APART = 256
+#: Recorded calls of an op; the oldest goes.
 _MOST = 64
 #: What pointers are multiples of, or a kernel is compiled anew.
 _ALIGNED = 16
@@ -118,6 +120,16 @@ class _Launch:
             args[at] = pointers[source] + offset
         self.run(*self.head, stream, self.function, self.metadata, None, None, None, *args)
 
+    def bound(self, first: int, rooms: list[Tensor]) -> _Launch:
+        """With the tensors from number ``first`` on in their places."""
+        args, places = list(self.args), []
+        for at, source, offset in self.places:
+            if first <= source < first + len(rooms):
+                args[at] = rooms[source - first].data_ptr() + offset
+            else:
+                places.append((at, source, offset))
+        return replace(self, args=tuple(args), places=tuple(places))
+
 
 @dataclass(frozen=True, eq=False)
 class _Call:
@@ -132,43 +144,97 @@ class _Call:
     def again(self, stream: int, tensors: list[Tensor | None], pointers: list[int]) -> None:
         args = list(self.args)
         for at, source, view in self.places:
-            tensor = tensors[source]
-            if view is not None and tensor is not None:
-                shape, strides, offset = view
-                tensor = tensor.as_strided(shape, strides, tensor.storage_offset() + offset)
-            args[at] = tensor
+            args[at] = tensors[source] if view is None else _viewed(tensors[source], view)
         first = len(args) - len(self.names)
         result = self.function(*args[:first], **dict(zip(self.names, args[first:], strict=True))) if self.names else self.function(*args)
         if self.makes:
             tensors.append(result)
             pointers.append(result.data_ptr())
 
+    def bound(self, first: int, rooms: list[Tensor]) -> _Call:
+        """As :meth:`_Launch.bound`."""
+        args, places = list(self.args), []
+        for at, source, view in self.places:
+            if first <= source < first + len(rooms):
+                args[at] = rooms[source - first] if view is None else _viewed(rooms[source - first], view)
+            else:
+                places.append((at, source, view))
+        return replace(self, args=tuple(args), places=tuple(places))
+
+
+def _viewed(tensor: Tensor | None, view: tuple[Any, ...]) -> Tensor:
+    assert tensor is not None  # it had an address
+    shape, strides, offset = view
+    return tensor.as_strided(shape, strides, tensor.storage_offset() + offset)
+
+
+#: Memory of the calls on a stream, which follow one another; by device and the stream's handle.
+_shared: dict[tuple[int, int], Tensor] = {}
+#: The launches of a call that uses it go together, whatever other threads do.
+_turn = threading.Lock()
+
+
+def _memory(device: int, stream: int, size: int) -> Tensor:
+    found = _shared.get((device, stream))
+    if found is None or found.numel() < size:
+        with torch.inference_mode(False):  # for calls in any mode
+            found = torch.empty(1 << (size - 1).bit_length(), dtype=torch.uint8, device=_device(device))
+        _shared[device, stream] = found
+    return found
+
+
+def _device(index: int) -> torch.device:
+    return torch.device("cuda", index)
+
 
 @dataclass(frozen=True, eq=False)
 class _Recorded:
-    """steps of a call. rooms: shape, dtype and device of memory to make; kept: memory that is there, for one call at a time.
+    """steps of a call. rooms: shape, dtype, first byte and bytes of memory between them; size: bytes of all.
 
-    constants: tensors whose addresses launches hold.
+    inputs: number of tensors before the rooms. constants: tensors whose addresses launches hold. bound: by stream, the memory and the
+    steps with its addresses.
     """
 
     steps: tuple[_Launch | _Call, ...]
+    inputs: int
     rooms: tuple[tuple[Any, ...], ...]
-    kept: tuple[Tensor, ...]
+    size: int
     constants: tuple[Tensor, ...]
-    stream: Callable[[int], int]
     device: int
+    makes: bool
+    bound: dict[int, tuple[Any, ...]] = field(default_factory=dict)
 
     def again(self, tensors: list[Tensor | None], pointers: list[int]) -> None:
-        for shape, dtype, device in self.rooms:
-            tensors.append(torch.empty(shape, dtype=dtype, device=device))
-            pointers.append(tensors[-1].data_ptr())  # type: ignore[union-attr]
-        stream = self.stream(self.device)
-        for step in self.steps:
+        stream = driver.active.get_current_stream(self.device)
+        if not self.size or self.size > _SHARED or torch.cuda.is_current_stream_capturing():
+            for shape, dtype, _, _ in self.rooms:
+                tensors.append(torch.empty(shape, dtype=dtype, device=_device(self.device)))
+                pointers.append(tensors[-1].data_ptr())  # type: ignore[union-attr]
+            self._run(self.steps, stream, tensors, pointers)
+            return
+        with _turn:
+            memory = _memory(self.device, stream, self.size)
+            bound = self.bound.get(stream)
+            if bound is None or bound[0] is not memory:
+                bound = self.bound[stream] = self._bind(memory)
+            if self.makes:  # what is made counts from after the rooms
+                tensors += bound[2]
+                pointers += [0] * len(bound[2])
+            self._run(bound[1], stream, tensors, pointers)
+
+    @staticmethod
+    def _run(steps: tuple[_Launch | _Call, ...], stream: int, tensors: list[Tensor | None], pointers: list[int]) -> None:
+        for step in steps:
             step.again(stream, tensors, pointers)
+
+    def _bind(self, memory: Tensor) -> tuple[Any, ...]:
+        with torch.inference_mode(False):
+            rooms = [memory[first : first + size].view(dtype).view(shape) for shape, dtype, first, size in self.rooms]
+            return memory, tuple(step.bound(self.inputs, rooms) for step in self.steps), rooms
 
 
 class Repeats:
-    """The recorded calls of one op. As with the op itself, calls on several streams must not overlap; threads may share it."""
+    """The recorded calls of one op. Threads may share it, as the op."""
 
     def __init__(self) -> None:
         self.known: dict[Hashable, _Recorded] = {}
@@ -194,11 +260,7 @@ class Repeats:
             bits |= pointers[-1]
         found = self.known.get(key)
         if found is not None and not bits % _ALIGNED and driver.active.get_current_device() == found.device:
-            if found.kept:
-                with self.lock:
-                    found.again([*tensors], pointers)
-            else:
-                found.again([*tensors], pointers)
+            found.again([*tensors], pointers)
         elif found is None and not bits % _ALIGNED and _recordable(tensors):
             self._record(key, tensors, call)
         else:
@@ -213,14 +275,9 @@ class Repeats:
         if not recorder.whole or not recorder.events or not _understood(recorder, tensors):
             return
         with self.lock:
-            size = sum(each.nbytes for each in recorder.rooms)
-            had = sum(each.nbytes for other in self.known.values() for each in other.kept)
-            keeps = size <= _KEPT and had + size <= _KEPT_IN_ALL
             if len(self.known) >= _MOST:
-                gone = next((other for other, recorded in self.known.items() if not recorded.kept), None)
-                self.known.pop(gone, None)
-            if len(self.known) < _MOST:
-                self.known[key] = _recorded(recorder, tensors, keeps)
+                del self.known[next(iter(self.known))]
+            self.known[key] = _recorded(recorder, tensors)
 
 
 def _understood(recorder: _Recorder, tensors: tuple[Tensor | None, ...]) -> bool:
@@ -244,10 +301,10 @@ def _recordable(tensors: tuple[Tensor | None, ...]) -> bool:
     return all(one[1] <= two[0] for one, two in itertools.pairwise(spans))
 
 
-def _recorded(recorder: _Recorder, tensors: tuple[Tensor | None, ...], keeps: bool) -> _Recorded:
+def _recorded(recorder: _Recorder, tensors: tuple[Tensor | None, ...]) -> _Recorded:
     """What happened, with the places of what another call has elsewhere."""
     results = [event.result for event in recorder.events if event.result is not None]
-    moving = [*tensors, *([] if keeps else recorder.rooms), *results]
+    moving = [*tensors, *recorder.rooms, *results]
     spans = [(0, 0) if t is None else (t.data_ptr(), t.data_ptr() + t.nbytes) for t in moving]
 
     def source(tensor: Tensor) -> int | None:
@@ -255,11 +312,13 @@ def _recorded(recorder: _Recorder, tensors: tuple[Tensor | None, ...], keeps: bo
         return next((index for index, (begin, end) in enumerate(spans) if begin <= pointer < end), None)
 
     steps = tuple((_launch if event.grid else _call)(event, moving, source) for event in recorder.events)
-    rooms = () if keeps else tuple((tuple(t.shape), t.dtype, t.device) for t in recorder.rooms)
+    rooms, size = [], 0
+    for each in recorder.rooms:
+        rooms.append((tuple(each.shape), each.dtype, size, each.nbytes))
+        size += -(-each.nbytes // _APART) * _APART
     given = (value for event in recorder.events for value in event.handed if isinstance(value, torch.Tensor))
     constants = tuple({value.data_ptr(): value for value in given if source(value) is None}.values())
-    kept, active = tuple(recorder.rooms) if keeps else (), driver.active
-    return _Recorded(steps, rooms, kept, constants, active.get_current_stream, active.get_current_device())
+    return _Recorded(steps, len(tensors), tuple(rooms), size, constants, driver.active.get_current_device(), bool(results))
 
 
 def _launch(event: _Event, moving: list[Tensor | None], source: Callable[[Tensor], int | None]) -> _Launch:

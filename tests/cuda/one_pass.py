@@ -31,6 +31,7 @@ from hal_core.testing.case import Status
 from hal_core.testing.plan import plan_of
 from hal_core.testing.run import run_case
 from hal_core.triton import launch
+from hal_core.triton.declared import FP8_EXPERTS_BOUND
 
 DEVICE = "cuda"
 #: Slots that are not sorted, that one program sorts, and more.
@@ -47,7 +48,8 @@ def block(scheme: str, **options) -> None:
         except ShapeError:
             made.wrong = False
         assert not made.wrong, "a wrong id was not told"
-        assert cases.distance(found, made.truth()) < made.bound
+        # two tokens may nearly cancel, which the bound that fp8 kernels declare has room for
+        assert cases.distance(found, made.truth()) < (FP8_EXPERTS_BOUND if scheme.startswith("fp8") else made.bound)
 
 
 def linear(scheme: str) -> None:

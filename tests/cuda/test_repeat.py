@@ -25,6 +25,9 @@ def processor(monkeypatch):
     active = types.SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda index: 7 + index)
     monkeypatch.setattr(repeat, "driver", types.SimpleNamespace(active=active))
     monkeypatch.setattr(repeat, "_recordable", lambda tensors: True)
+    monkeypatch.setattr(repeat, "_device", lambda index: CPU)
+    monkeypatch.setattr(repeat, "_shared", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
 class Kernel:
@@ -54,9 +57,9 @@ class Kernel:
 class Op:
     """``out = (2 x + bias) * 3``, by two launches and two calls."""
 
-    def __init__(self, kept=True):
+    def __init__(self, shared=True):
         self.kernel, self.repeats, self.slow = Kernel(), Repeats(), 0
-        self.bias, self.size = torch.ones(4), 0 if kept else 1 << 20
+        self.bias, self.size = torch.ones(4), 0 if shared else repeat._SHARED
 
     def apply(self, x, out):
         self.repeats(x.shape[0], (x, None, out), lambda: self.whole(x, out))
@@ -77,9 +80,9 @@ def check(op, rows):
     assert torch.allclose(out, (2 * x + op.bias) * 3)
 
 
-@pytest.mark.parametrize("kept", [True, False], ids=["kept", "made_anew"])
-def test_a_call_is_repeated_with_other_tensors(kept):
-    op = Op(kept)
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "made_anew"])
+def test_a_call_is_repeated_with_other_tensors(shared):
+    op = Op(shared)
     for rows in (2, 5, 2, 5, 2):
         check(op, rows)
     assert (op.slow, op.kernel.ran) == (2, 6)
@@ -89,7 +92,7 @@ def test_a_call_is_repeated_with_other_tensors(kept):
 
 
 def test_a_recorded_call_holds_none_of_its_tensors():
-    op, x, out = Op(kept=False), torch.randn(2, 4), torch.empty(2, 4)
+    op, x, out = Op(shared=False), torch.randn(2, 4), torch.empty(2, 4)
     held = weakref.ref(x), weakref.ref(out)
     op.apply(x, out)
     del x, out
@@ -97,13 +100,24 @@ def test_a_recorded_call_holds_none_of_its_tensors():
     assert [each() for each in held] == [None, None]
 
 
-def test_memory_is_kept_up_to_a_limit_and_old_calls_go():
+def test_calls_of_a_stream_share_memory_and_old_calls_go():
+    op, other = Op(), Op()
+    for rows in (*range(1, 100), 3, 99):
+        check(op, rows)
+        check(other, rows)
+    (memory,) = repeat._shared.values()
+    assert 99 * 16 < memory.numel() <= 4 * 100 * 16
+    assert len(op.repeats.known) == 64
+    assert op.slow == 100  # 3 had gone
+
+
+def test_a_graph_under_capture_has_memory_of_its_own(monkeypatch):
     op = Op()
-    for rows in range(1, 200):
-        check(op, rows * 64)
-    kept = sum(each.nbytes for call in op.repeats.known.values() for each in call.kept)
-    assert 0 < kept <= 1 << 20
-    assert len(op.repeats.known) <= 64
+    check(op, 2)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    check(op, 2)
+    assert not repeat._shared
+    assert op.slow == 1
 
 
 def test_pointers_that_are_not_aligned_are_launched_by_triton():

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["layout", "module", "update"]
 
 #: What a transform that a kernel declares may round.
-_LOSSY = ("scales", "mins")
+_LOSSY = ("scales", "mins", "global_scale")
 
 
 def layout(bench: Bench) -> Verdict:
@@ -68,7 +68,8 @@ def _injective(subject: Subject, op: Any, loss: float) -> Verdict:
 def _moved(tensor: Tensor, loss: float) -> Tensor:
     """The last element changed by more than a declared transform may lose, and than its own type may."""
     changed = tensor.clone().contiguous()
-    changed.reshape(-1)[-1:] = (changed.reshape(-1)[-1:].float() * (1.02 + 4 * loss) + loss).to(tensor.dtype)
+    most = max(1.02 + 4 * loss, 1.1 + torch.finfo(tensor.dtype).eps if tensor.itemsize == 1 else 0.0)
+    changed.reshape(-1)[-1:] = (changed.reshape(-1)[-1:].float() * most + loss).to(tensor.dtype)
     return changed
 
 

@@ -67,6 +67,7 @@ class FlashInferKVOp(KVOp):
         self.number = enrol(self)
         self.dtype = torch_dtype(spec.dtype)
         self.row = torch.Size((spec.num_heads, spec.head_dim))
+        self.usual = spec.head_dim**-0.5
         #: The last pages seen and their views, while they live: making it again would cost as much as FlashInfer's checks.
         self.seen: tuple[weakref.ref[Tensor], Tensor, tuple[Tensor, Tensor]] | None = None
         #: Made at the first append on a GPU: listing this kernel must not import Triton.
@@ -236,11 +237,11 @@ class FlashInferKVOp(KVOp):
         return Batch.of(host[2 * rows + 1 : -2].view(shape), host[rows + 1 : 2 * rows + 1], host[: rows + 1], self.spec.page_size, pages)
 
     def _set(self, plan: Plan, batch: Batch, scale: float | None, causal: bool) -> None:
-        factor = self.spec.head_dim**-0.5 if scale is None else scale
+        factor = self.usual if scale is None else scale
         plan.set(batch, causal, factor, self.dtype, self.elements)
 
     def _planned(self, pages: Tensor, table: Tensor, lengths: Tensor, starts: Tensor, scale: float | None, causal: bool) -> Plan:
-        factor = self.spec.head_dim**-0.5 if scale is None else scale
+        factor = self.usual if scale is None else scale
         if self.given is not None:
             if self.given.scale != factor or (not self.given.decode and self.given.causal != causal):
                 raise ShapeError("attend", f"scale {factor}, causal {causal}", "the plan was made for others: plan again")
