@@ -1,23 +1,25 @@
-// Products of records with matrix tiles: a block of a few tiles of weights is expanded once for all
-// rows of a band, then 16 rows at a time are multiplied with it. Included inside an anonymous
-// namespace, after amx.h, amx_expand.inc.h and vnni_block.inc.h.
-//
-// Sums of bytes are the same integers as in vnni_block.inc.h, and the roundings that follow are the
-// same sequence, so that rows may go either way.
+// Products of records with matrix tiles: a chunk of k of a few column tiles is expanded once for all
+// rows of a band, then 16 rows at a time stay in four tiles while the columns pass. Included inside an
+// anonymous namespace, after amx_sums.inc.h.
 
 // Fewer rows than this are multiplied by vector instructions, which need no whole tile.
 constexpr int64_t kFewTileRows = 6;
 
-static void amx_enter() {
+// Tiles of k that 16 rows fill at once.
+constexpr int64_t kDepth = 4;
+
+static void amx_leave() { tile_release(); }
+
+// Tiles 0 and 1 are sums, 2 and 3 weights, 4 to 7 rows, of which each takes `run` bytes of k.
+static void amx_configure(int64_t run) {
   TileConfig config = {};
   config.palette = 1;
   for (int i = 0; i < 8; ++i) {
-    config.row_bytes[i] = 64;
-    config.rows[i] = 16;
+    config.row_bytes[i] = i < 4 ? 64 : (uint16_t)run;
+    config.rows[i] = i == 2 || i == 3 ? (uint8_t)(run / 4) : 16;
   }
   tile_configure(&config);
 }
-static void amx_leave() { tile_release(); }
 
 enum Multiply { kSignedBytes, kUnsignedBytes, kHalves };
 
@@ -28,172 +30,264 @@ HAL_INLINE void multiply() {
   else tile_dot_bf16<C, A, B>();
 }
 
-// Loads the B tile of weights and multiplies it with the A tile of rows.
-template <Multiply HOW, int C, int B>
+template <Multiply HOW, int C, int I>
 HAL_INLINE void tile_step(const char* weights) {
-  tile_load<B>(weights, 64);
-  multiply<HOW, C, 4, B>();
+  constexpr int B = 2 + (I & 1);
+  tile_load<B>(weights + I * kTileBytes, 64);
+  multiply<HOW, C, 4 + I, B>();
 }
 
-// Sums of 16 rows with `TILES` tiles of weights over `steps` tiles of k: [16][tile][16]. Of the rows
-// at `later` it fetches what the next 16 will need.
-template <Multiply HOW, int TILES>
-HAL_INLINE void tile_products(const char* rows, const char* later, int64_t stride,
-                              const char* weights, int64_t steps, char* sums) {
-  tile_zero<0>();
-  if constexpr (TILES > 1) tile_zero<1>();
-  if constexpr (TILES > 2) tile_zero<2>(), tile_zero<3>();
-  const int64_t next = steps * kTileBytes;
-  for (int64_t s = 0; s < steps; ++s, weights += kTileBytes) {
-    tile_load<4>(rows + s * 64, stride);
-    for (int64_t r = 0; r < 16; ++r) __builtin_prefetch(later + r * stride + s * 64);
-    tile_step<HOW, 0, 5>(weights);
-    if constexpr (TILES > 1) tile_step<HOW, 1, 6>(weights + next);
-    if constexpr (TILES > 2) {
-      tile_step<HOW, 2, 7>(weights + 2 * next);
-      tile_step<HOW, 3, 5>(weights + 3 * next);
-    }
-  }
-  tile_store<0>(sums, TILES * 64);
-  if constexpr (TILES > 1) tile_store<1>(sums + 64, TILES * 64);
-  if constexpr (TILES > 2)
-    tile_store<2>(sums + 128, TILES * 64), tile_store<3>(sums + 192, TILES * 64);
+// Adds the products of the chunk's block J, of STEPS tiles of k, to tile J & 1.
+template <Multiply HOW, int STEPS, int J>
+HAL_INLINE void block_products(const char* weights) {
+  constexpr int C = J & 1, I = J * STEPS;
+  tile_step<HOW, C, I>(weights);
+  if constexpr (STEPS > 1) tile_step<HOW, C, I + 1>(weights);
+  if constexpr (STEPS > 2) tile_step<HOW, C, I + 2>(weights);
+  if constexpr (STEPS > 3) tile_step<HOW, C, I + 3>(weights);
 }
 
-// What one block adds to a tile of results: sum * scale, and `shift` times the sum of activations.
-struct Addend {
-  VF scale, shift;
-  VI zero;
+// How k is cut: blocks, which have one sum each, and chunks of as many as kDepth tiles hold.
+struct Cut {
+  int64_t word_bytes;  // of the operands that one word of codes multiplies
+  int64_t group_words, block_words;
+  int64_t run;  // bytes of a block
+  int64_t steps, blocks;
 };
 
-static Addend addend(const Matrix& m, const Records& f, int64_t tile, int64_t g, VF folded) {
-  const int64_t at = (tile * m.groups + g) * kTile;
-  Addend a{folded, vzero(), _mm512_setzero_si512()};
-  if (f.operand != kInt8Rescaled) a.scale = load_kind(m.scales, m.scale_kind, at);
-  const float middle = (float)(1 << (m.bits - 1));
-  if (m.zero == kZeroMinimum) {
-    a.shift = load_kind(m.mins, m.min_kind, at);
-    if (f.operand == kBf16) a.shift = vfma(a.scale, vset(middle), a.shift);
-  } else if (m.zero == kZeroInteger && f.operand == kBf16) {
-    a.shift = vmul(a.scale, vsub(vset(middle), vload_u8(m.zeros + at)));
-  } else if (m.zero == kZeroInteger) {
-    a.zero = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(m.zeros + at)));
-  }
-  return a;
-}
-
-// Adds `count` rows of one block's sums [16][tile][16] to `out`, or begins it.
-template <Operand OPERAND, bool SHIFT, bool ZERO, int TILES>
-HAL_INLINE void add_sums(const char* sums, const Addend* a, const Records& f, int64_t block,
-                         const char* records, int64_t count, float* out, int64_t step) {
-  for (int64_t r = 0; r < count; ++r) {
-    const char* record = records + r * f.stride;
-    VF own = vzero(), shifted = vzero();
-    VI all = _mm512_setzero_si512();
-    if (SHIFT || ZERO) all = dword(record + f.sums_at + block * 4);
-    if (OPERAND == kBf16) {
-      shifted = _mm512_castsi512_ps(all);
-    } else {
-      own = _mm512_castsi512_ps(dword(record + f.scales_at + block * 4));
-      if (SHIFT) shifted = vmul(_mm512_cvtepi32_ps(all), own);
-    }
-#pragma GCC unroll 4
-    for (int c = 0; c < TILES; ++c) {
-      const VF total = block ? vload(out + r * step + c * kTile) : vzero();
-      VF value;
-      if (OPERAND == kBf16) {
-        value = vload((const float*)(sums + (r * TILES + c) * 64));
-      } else {
-        VI sum = iload((const int32_t*)(sums + (r * TILES + c) * 64));
-        if (ZERO) sum = _mm512_add_epi32(sum, _mm512_mullo_epi32(a[c].zero, all));
-        value = vmul(_mm512_cvtepi32_ps(sum), own);
-      }
-      VF result = vfma(value, a[c].scale, total);
-      if (SHIFT) result = vfma(shifted, a[c].shift, result);
-      vstore(out + r * step + c * kTile, result);
-    }
-  }
-}
-
-// One block of k: `word` to `word + words` of group g.
-struct Block {
-  int64_t index, g, word, words;
-};
-
-template <Operand OPERAND, bool SHIFT, bool ZERO, Multiply HOW, int TILES>
-static void amx_block(const Matrix& m, const Records& f, const Block& b, int64_t tile,
-                      const VF* folded, const BlockRows& rows, char* weights, float* out,
-                      int64_t step) {
-  const int64_t per_word = 32 / m.bits, size = OPERAND == kBf16 ? 2 : 1;
-  const int64_t steps = (b.words * per_word * size + 63) / 64;
-  Addend a[TILES];
-  for (int c = 0; c < TILES; ++c) {
-    char* to = weights + c * steps * kTileBytes;
-    a[c] = addend(m, f, tile + c, b.g, folded[c]);
-    if (OPERAND == kBf16) expand_bf16(m, tile + c, b.word, b.words, steps, to);
-    else if (OPERAND == kInt8Rescaled)
-      expand_folded(m, tile + c, folded[c], b.word, b.words, steps, to);
-    else expand_bytes(m, tile + c, b.g, b.word, b.words, steps, to);
-  }
-  // Begins a page, as it did where this was measured.
-  alignas(4096) char sums[2][TILES * kTileBytes];
-  const char* first = rows.records + b.word * per_word * size;
-  const auto add = [&](int64_t r, int64_t count) {
-    add_sums<OPERAND, SHIFT, ZERO, TILES>(sums[r / 16 & 1], a, f, b.index,
-                                          rows.records + r * f.stride, count, out + r * step, step);
-  };
-  int64_t r = 0;
-  for (; r < rows.count; r += 16) {
-    const char* own = first + r * f.stride;
-    // Behind the last rows come the first ones, a block later.
-    const char* later = r + 16 < rows.count ? own + 16 * f.stride : first + steps * 64;
-    tile_products<HOW, TILES>(own, later, f.stride, weights, steps, sums[r / 16 & 1]);
-    // While the tiles multiply these rows, the sums of those before are added. Measured: adding a few
-    // rows after each product instead takes a twelfth longer.
-    if (r) add(r - 16, 16);
-  }
-  add(r - 16, rows.count - (r - 16));
-}
-
-template <int TILES>
-static void amx_any(const Matrix& m, const Records& f, const Block& b, int64_t tile,
-                    const VF* folded, const BlockRows& rows, char* weights, float* out,
-                    int64_t step) {
-  const bool shift = m.zero != kZeroNone, minimum = m.zero == kZeroMinimum;
-#define HAL_AMX_BLOCK(...) \
-  return amx_block<__VA_ARGS__, TILES>(m, f, b, tile, folded, rows, weights, out, step)
-  if (f.operand == kBf16) {
-    if (shift) HAL_AMX_BLOCK(kBf16, true, false, kHalves);
-    HAL_AMX_BLOCK(kBf16, false, false, kHalves);
-  }
-  if (f.operand == kInt8Rescaled) HAL_AMX_BLOCK(kInt8Rescaled, false, false, kSignedBytes);
-  if (m.bits == 8 && minimum) HAL_AMX_BLOCK(kInt8Token, true, false, kUnsignedBytes);
-  if (m.bits == 8 && shift) HAL_AMX_BLOCK(kInt8Token, false, true, kUnsignedBytes);
-  if (minimum) HAL_AMX_BLOCK(kInt8Token, true, false, kSignedBytes);
-  HAL_AMX_BLOCK(kInt8Token, false, false, kSignedBytes);
-#undef HAL_AMX_BLOCK
-}
-
-// All blocks of TILES tiles for all rows.
-template <int TILES>
-static void amx_tiles(const Matrix& m, const Records& f, int64_t tile, const BlockRows& rows,
-                      float* out, int64_t step) {
-  alignas(64) char weights[TILES * kIntegerRun * kTile];
+static Cut cut_of(const Matrix& m, const Records& f) {
   const int64_t per_word = 32 / m.bits;
-  VF folded[TILES];
-  for (int c = 0; c < TILES; ++c)
-    folded[c] = f.operand == kInt8Rescaled ? folded_scale(m, tile + c) : vzero();
-  // Rescaled rows have no groups.
-  const int64_t group_words = f.group >= m.k ? m.words : f.group / per_word;
-  const int64_t block_words = f.block >= f.group ? group_words : f.block / per_word;
-  Block b{0, 0, 0, 0};
-  for (int64_t first = 0; first < m.words; first += group_words, ++b.g) {
-    const int64_t last = first + group_words < m.words ? first + group_words : m.words;
-    for (b.word = first; b.word < last; b.word += block_words, ++b.index) {
-      b.words = b.word + block_words < last ? block_words : last - b.word;
-      amx_any<TILES>(m, f, b, tile, folded, rows, weights, out, step);
+  Cut c{};
+  c.word_bytes = f.operand == kBf16 ? 2 * per_word : per_word;
+  c.group_words = f.group >= m.k ? m.words : f.group / per_word;
+  c.block_words = f.block >= f.group ? c.group_words : f.block / per_word;
+  c.run = c.block_words * c.word_bytes;
+  c.steps = (c.run + 63) / 64;
+  c.blocks = kDepth / c.steps;
+  return c;
+}
+
+struct Block {
+  int64_t g, word, words;  // of group g
+};
+
+// The blocks of a chunk: `first` of all blocks and what follows. `at`: where its tiles begin in a row,
+// in bytes.
+struct Chunk {
+  int64_t first, count, tiles;
+  Block blocks[kDepth];
+  int64_t at[kDepth];
+
+  int64_t end() const { return blocks[count - 1].word + blocks[count - 1].words; }
+};
+
+// The chunk that begins with block `first`, at `word`.
+static Chunk chunk_at(const Matrix& m, const Cut& cut, int64_t first, int64_t word) {
+  Chunk c{first, 0, 0, {}, {}};
+  for (; c.count < cut.blocks && word < m.words; ++c.count) {
+    const int64_t g = word / cut.group_words, group_end = (g + 1) * cut.group_words;
+    const int64_t last = group_end < m.words ? group_end : m.words;
+    const int64_t words = word + cut.block_words < last ? cut.block_words : last - word;
+    c.blocks[c.count] = {g, word, words};
+    for (int64_t i = 0; i < cut.steps; ++i) c.at[c.tiles++] = word * cut.word_bytes + i * 64;
+    word += words;
+  }
+  return c;
+}
+
+// Column tiles [tile, tile + count) for all rows, and where their totals go.
+struct Columns {
+  const Matrix& m;
+  const Records& f;
+  const Cut& cut;
+  const BlockRows& rows;
+  int64_t tile, count;
+  float* out;
+  int64_t step;
+};
+
+// What the products of a chunk read, and the sums of up to two blocks of a column, of two columns in
+// turn.
+struct Work {
+  alignas(4096) char weights[kTilesPerCall][kDepth * kTileBytes];
+  alignas(4096) char sums[2][2 * kTileBytes];
+  Addend addends[kTilesPerCall][kDepth];
+  VF folded[kTilesPerCall];
+};
+
+static void expand_block(const Columns& s, const Block& b, int64_t c, int64_t at, Work& work) {
+  const bool whole = s.cut.run >= 64;
+  expand(s.m, s.f, s.tile + c, b.g, work.folded[c], b.word, b.words,
+         whole ? s.cut.steps * kTileBytes : s.cut.run * 16, work.weights[c] + at * kTileBytes);
+}
+
+static void expand_chunk(const Columns& s, const Chunk& chunk, Work& work) {
+  for (int64_t c = 0; c < s.count; ++c) {
+    prefetch_scales(s.m, s.tile + c, chunk.blocks[chunk.count - 1].g + 1, chunk.count);
+    for (int64_t j = 0; j < chunk.count; ++j) {
+      const Block& b = chunk.blocks[j];
+      if (s.f.operand != kInt8Rescaled) work.addends[c][j] = addend(s.m, s.f, s.tile + c, b.g);
+      expand_block(s, b, c, j * s.cut.steps, work);
     }
   }
+}
+
+// The codes that are expanded next, of every column: `lines` lines, a share of them for each 16 rows,
+// since more at once would hold up whatever else reads memory.
+struct Ahead {
+  const char* codes;
+  int64_t stride, lines, share;
+};
+
+static Ahead ahead_of(const Columns& s, const Chunk& chunk) {
+  const int64_t words = s.m.words, most = s.cut.blocks * s.cut.block_words;
+  const bool done = chunk.end() == words;
+  const int64_t word = done ? 0 : chunk.end(), tile = done ? s.tile + s.count : s.tile;
+  const int64_t lines = word + most < words ? most : words - word;
+  const int64_t row_tiles = (s.rows.count + 15) / 16;
+  return {(const char*)(s.m.codes + (tile * words + word) * kTile), words * 64, lines,
+          (lines + row_tiles - 1) / row_tiles};
+}
+
+HAL_INLINE void fetch(const Ahead& a, int64_t column, int64_t row_tile) {
+  const int64_t first = row_tile * a.share, left = a.lines - first;
+  const char* at = a.codes + column * a.stride + first * 64;
+  for (int64_t i = 0; i < (left < a.share ? left : a.share); ++i)
+    __builtin_prefetch(at + i * 64, 0, 2);
+}
+
+// 16 rows of the chunk into tiles 4 to 7. Beyond a block's end are other operands: their weights are
+// zero.
+HAL_INLINE void load_rows(const char* rows, int64_t stride, const int64_t* at, int64_t tiles) {
+  tile_load<4>(rows + at[0], stride);
+  if (tiles > 1) tile_load<5>(rows + at[1], stride);
+  if (tiles > 2) tile_load<6>(rows + at[2], stride);
+  if (tiles > 3) tile_load<7>(rows + at[3], stride);
+}
+
+// The products of blocks J and, if `both`, J + 1 of the chunk, into tiles 0 and 1.
+template <Multiply HOW, int STEPS, int J>
+HAL_INLINE void pair_products(const char* weights, bool both) {
+  tile_zero<0>();
+  block_products<HOW, STEPS, J>(weights);
+  if constexpr ((J + 2) * STEPS <= kDepth) {
+    if (!both) return;
+    tile_zero<1>();
+    block_products<HOW, STEPS, J + 1>(weights);
+  }
+}
+
+// What the loops over rows and columns need is copied out of memory first: there, a load whose address
+// ends like that of a store of sums waits for their products.
+template <Operand OPERAND, bool SHIFT, bool ZERO, Multiply HOW, int STEPS>
+static void chunk_sums(const Columns& s, const Chunk& chunk, const Ahead& next, Work& work) {
+  const Ahead ahead = next;
+  const Records f = s.f;
+  const int64_t rows = s.rows.count, columns = s.count, step = s.step, first = chunk.first;
+  const int64_t blocks = chunk.count, tiles = chunk.tiles;
+  const int64_t at[kDepth] = {chunk.at[0], chunk.at[1], chunk.at[2], chunk.at[3]};
+  const char* const records = s.rows.records;
+  float* const out = s.out;
+
+  Waiting waiting{};
+  int64_t turn = 0;
+  const auto pass = [&]<int J>(int64_t r, int64_t c) __attribute__((always_inline)) {
+    const bool both = (J + 2) * STEPS <= kDepth && J + 1 < blocks;
+    char* const sums = work.sums[turn & 1];
+    pair_products<HOW, STEPS, J>(work.weights[c], both);
+    tile_store<0>(sums, 64);
+    if (both) tile_store<1>(sums + kTileBytes, 64);
+    // While the tiles multiply, the sums before these are added.
+    if (turn++) add_waiting<OPERAND, SHIFT, ZERO>(waiting, f, step);
+    waiting = {sums, records + r * f.stride, work.addends[c] + J, out + r * step + c * kTile,
+               rows - r < 16 ? rows - r : 16, first + J, both};
+  };
+  for (int64_t r = 0; r < rows; r += 16) {
+    load_rows(records + r * f.stride, f.stride, at, tiles);
+    for (int64_t c = 0; c < columns; ++c) {
+      fetch(ahead, c, r / 16);
+      pass.template operator()<0>(r, c);
+      if constexpr (STEPS == 1) {
+        if (blocks > 2) pass.template operator()<2>(r, c);
+      }
+    }
+  }
+  add_waiting<OPERAND, SHIFT, ZERO>(waiting, f, step);
+}
+
+// Rescaled weights have one scale a row: sums add up as integers, 16 rows of a column in one tile.
+template <int STEPS>
+static void chunk_folded(const Columns& s, const Chunk& chunk, const Ahead& next, Work& work) {
+  const Ahead ahead = next;
+  const int64_t rows = s.rows.count, columns = s.count, stride = s.f.stride, step = s.step;
+  const int64_t at[kDepth] = {chunk.at[0], chunk.at[1], chunk.at[2], chunk.at[3]};
+  const char* const records = s.rows.records;
+  float* const out = s.out;
+  const bool begin = chunk.first == 0;
+  for (int64_t r = 0; r < rows; r += 16) {
+    load_rows(records + r * stride, stride, at, STEPS);
+    for (int64_t c = 0; c < columns; ++c) {
+      fetch(ahead, c, r / 16);
+      char* const total = (char*)(out + r * step + c * kTile);
+      if (begin) tile_zero<0>();
+      else tile_load<0>(total, step * 4);
+      block_products<kSignedBytes, STEPS, 0>(work.weights[c]);
+      tile_store<0>(total, step * 4);
+    }
+  }
+}
+
+template <int STEPS>
+static void chunk_products(const Columns& s, const Chunk& chunk, const Ahead& ahead, Work& work) {
+  const Matrix& m = s.m;
+  const bool shift = m.zero != kZeroNone, minimum = m.zero == kZeroMinimum;
+  const Operand operand = s.f.operand;
+  if (operand == kInt8Rescaled) return chunk_folded<STEPS>(s, chunk, ahead, work);
+#define HAL_AMX_CHUNK(...) return chunk_sums<__VA_ARGS__, STEPS>(s, chunk, ahead, work)
+#define HAL_AMX_BYTES(OPERAND)                                                     \
+  if (m.bits == 8 && minimum) HAL_AMX_CHUNK(OPERAND, true, false, kUnsignedBytes); \
+  if (m.bits == 8 && shift) HAL_AMX_CHUNK(OPERAND, false, true, kUnsignedBytes);   \
+  if (minimum) HAL_AMX_CHUNK(OPERAND, true, false, kSignedBytes);                  \
+  HAL_AMX_CHUNK(OPERAND, false, false, kSignedBytes)
+  if (operand == kBf16 && shift) HAL_AMX_CHUNK(kBf16, true, false, kHalves);
+  if (operand == kBf16) HAL_AMX_CHUNK(kBf16, false, false, kHalves);
+  if (operand == kInt8Group) { HAL_AMX_BYTES(kInt8Group); }
+  HAL_AMX_BYTES(kInt8Token);
+#undef HAL_AMX_BYTES
+#undef HAL_AMX_CHUNK
+}
+
+// Multiplies the totals with what is the same for a whole row.
+static void scale_totals(const Columns& s, const VF* folded) {
+  const bool fold = s.f.operand == kInt8Rescaled;
+  if (!fold && s.f.operand != kInt8Token) return;
+  for (int64_t r = 0; r < s.rows.count; ++r) {
+    const VF own = _mm512_castsi512_ps(dword(s.rows.records + r * s.f.stride + s.f.scales_at));
+    for (int64_t c = 0; c < s.count; ++c) {
+      float* at = s.out + r * s.step + c * kTile;
+      const VF total =
+          fold ? vmul(_mm512_cvtepi32_ps(iload((const int32_t*)at)), folded[c]) : vload(at);
+      vstore(at, vmul(total, own));
+    }
+  }
+}
+
+static void amx_columns(const Columns& s) {
+  Work work;
+  for (int64_t c = 0; c < s.count; ++c)
+    work.folded[c] = s.f.operand == kInt8Rescaled ? folded_scale(s.m, s.tile + c) : vzero();
+  amx_configure(s.cut.run < 64 ? s.cut.run : 64);
+  for (int64_t word = 0, block = 0; word < s.m.words;) {
+    const Chunk chunk = chunk_at(s.m, s.cut, block, word);
+    expand_chunk(s, chunk, work);
+    const Ahead ahead = ahead_of(s, chunk);
+    if (s.cut.steps == 1) chunk_products<1>(s, chunk, ahead, work);
+    else if (s.cut.steps == 2) chunk_products<2>(s, chunk, ahead, work);
+    else if (s.cut.steps == 3) chunk_products<3>(s, chunk, ahead, work);
+    else chunk_products<4>(s, chunk, ahead, work);
+    word = chunk.end(), block += chunk.count;
+  }
+  scale_totals(s, work.folded);
 }
 
 static void amx_totals(const Matrix& m, const Records& f, int64_t tile, int64_t tiles,
@@ -203,12 +297,9 @@ static void amx_totals(const Matrix& m, const Records& f, int64_t tile, int64_t 
     const int64_t rest = rows.count % 16;
     if (rest < kFewTileRows) most -= rest;
   }
-  const BlockRows all{rows.records, most};
-  for (int64_t c = 0; c < tiles && most;) {
-    float* to = out + c * kTile;
-    if (tiles - c >= 4) amx_tiles<4>(m, f, tile + c, all, to, step), c += 4;
-    else if (tiles - c >= 2) amx_tiles<2>(m, f, tile + c, all, to, step), c += 2;
-    else amx_tiles<1>(m, f, tile + c, all, to, step), c += 1;
+  if (most) {
+    const Cut cut = cut_of(m, f);
+    amx_columns({m, f, cut, {rows.records, most}, tile, tiles, out, step});
   }
   if (most < rows.count)
     vnni_totals(m, f, tile, tiles, {rows.records + most * f.stride, rows.count - most},

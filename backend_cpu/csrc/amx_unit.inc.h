@@ -16,6 +16,7 @@ constexpr int kStreams = 4;
 #include "vnni_block.inc.h"
 #include "amx.h"
 #include "amx_expand.inc.h"
+#include "amx_sums.inc.h"
 #include "amx_block.inc.h"
 
 void totals(const Matrix& m, const Records& f, int64_t tile, int64_t tiles, const BlockRows& rows,
@@ -26,10 +27,11 @@ void encode(const float* x, int64_t k, const Records& f, char* record) {
   if (f.operand == kBf16) encode_bf16(x, k, f, record);
   else encode_int8(x, k, f, record);
 }
+void nothing() {}
 #include "block_epilogue.inc.h"
 }  // namespace
 
-extern const BlockKernels HAL_AMX_BLOCKS = {load_row,     encode,        amx_enter, amx_leave,
+extern const BlockKernels HAL_AMX_BLOCKS = {load_row,     encode,        nothing, amx_leave,
                                             block_linear, block_gate_up, block_add, combine};
 
 }  // namespace hal_cpu

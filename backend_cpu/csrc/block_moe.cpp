@@ -18,8 +18,9 @@ namespace {
 // Bound of the records one turn of tokens takes.
 constexpr int64_t kRecordBytes = int64_t{64} << 20;
 
-// Floats of weighted sums that stay near the core which adds them.
-constexpr int64_t kSumFloats = int64_t{1} << 16;
+// Floats of weighted sums that stay near the core which adds them: half a second cache. The wider they
+// are, the fewer times all hidden rows are read.
+constexpr int64_t kSumFloats = int64_t{1} << 18;
 
 // Records of one matrix's inputs, one per sorted pair.
 struct Inputs {

@@ -10,8 +10,8 @@ namespace hal_cpu {
 enum Operand { kInt8Token = 0, kInt8Group = 1, kInt8Rescaled = 2, kBf16 = 3 };
 
 // Longest run of k that one sum of products covers: far from overflow of bytes, and short enough
-// that the expanded weights of a few tiles stay in the first cache. Of bf16 it is half.
-constexpr int64_t kIntegerRun = 512;
+// that 16 rows of it fit in four matrix tiles. Of bf16 it is half.
+constexpr int64_t kIntegerRun = 256;
 // Bytes that the operands of a record are a multiple of: one row of a matrix tile.
 constexpr int64_t kRecordStep = 64;
 

@@ -5,7 +5,8 @@
 // bit of signed codes flipped; what that or a zero point adds is a multiple of the sum of the
 // activations' codes, which the record has. A block's sum is an exact integer, whichever kernel
 // makes it; then each output goes through the same two roundings a block in every variant:
-// (sum * activation scale), fused with the weight scale onto the total.
+// (sum * activation scale), fused with the weight scale onto the total. Where a row has one activation
+// scale, the total is multiplied with it in the end instead.
 
 HAL_INLINE VI dword(const char* p) {
   int32_t v;
@@ -64,6 +65,7 @@ static __attribute__((noinline)) void vnni_block(const Matrix& m, const Records&
 #pragma GCC unroll 8
     for (int c = 0; c < C; ++c) total[r][c] = vzero();
 
+  const bool token = f.operand == kInt8Token;
   int64_t block = 0;
   for (int64_t g = 0; g < m.groups; ++g) {
     const int64_t first = g * group_words;
@@ -113,7 +115,8 @@ static __attribute__((noinline)) void vnni_block(const Matrix& m, const Records&
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
         const char* record = rows + r * f.stride;
-        const VF own = _mm512_castsi512_ps(dword(record + f.scales_at + block * 4));
+        const VF own = token ? vset(1.0f)
+                             : _mm512_castsi512_ps(dword(record + f.scales_at + block * 4));
         VF sum = vzero();
         if (ZERO == kZeroMinimum)
           sum = vmul(_mm512_cvtepi32_ps(dword(record + f.sums_at + block * 4)), own);
@@ -127,9 +130,12 @@ static __attribute__((noinline)) void vnni_block(const Matrix& m, const Records&
     }
   }
 #pragma GCC unroll 8
-  for (int r = 0; r < R; ++r)
+  for (int r = 0; r < R; ++r) {
+    const VF own =
+        token ? _mm512_castsi512_ps(dword(rows + r * f.stride + f.scales_at)) : vset(1.0f);
 #pragma GCC unroll 8
-    for (int c = 0; c < C; ++c) vstore(out + r * step + c * kTile, total[r][c]);
+    for (int c = 0; c < C; ++c) vstore(out + r * step + c * kTile, vmul(total[r][c], own));
+  }
 }
 
 template <int R, int C, int U>
