@@ -89,7 +89,9 @@ static Chunk chunk_at(const Matrix& m, const Cut& cut, int64_t first, int64_t wo
     const int64_t last = group_end < m.words ? group_end : m.words;
     const int64_t words = word + cut.block_words < last ? cut.block_words : last - word;
     c.blocks[c.count] = {g, word, words};
-    for (int64_t i = 0; i < cut.steps; ++i) c.at[c.tiles++] = word * cut.word_bytes + i * 64;
+    // Where a short block has no operands the weights are zero, and any others of it will do.
+    for (int64_t i = 0; i < cut.steps; ++i)
+      c.at[c.tiles++] = word * cut.word_bytes + (i * 64 < words * cut.word_bytes ? i * 64 : 0);
     word += words;
   }
   return c;
