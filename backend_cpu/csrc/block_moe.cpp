@@ -1,6 +1,6 @@
 // A token becomes a record once, and a copy of it for each of its experts, sorted by expert. With
-// many rows a task is one expert's rows from gate and up to the records of its hidden rows; with
-// few it is some of their columns. `down` is cut by columns alone: a task adds the weighted results
+// many rows a task is one expert's rows, which it copies itself, from gate and up to the records of
+// their hidden rows; with few it is some of their columns. `down` is cut by columns alone: a task adds the weighted results
 // of all experts for its columns, in order of expert, so that no two tasks share a sum and no
 // result is kept per expert.
 #include "block_moe.h"
@@ -22,10 +22,11 @@ constexpr int64_t kRecordBytes = int64_t{64} << 20;
 // are, the fewer times all hidden rows are read.
 constexpr int64_t kSumFloats = int64_t{1} << 18;
 
-// Records of one matrix's inputs, one per sorted pair.
+// Records of one matrix's inputs, one per sorted pair or one per token.
 struct Inputs {
   Records form;
   char* records = nullptr;
+  bool of_tokens = false;
 
   BlockRows rows(const Band& b) const { return {records + b.begin * form.stride, b.count}; }
 };
@@ -42,7 +43,8 @@ class BlockTurn {
         pairs_(static_cast<int64_t>(routing_.order.size())),
         h_step_(round_up(call.intermediate, kTile)),
         threads_(torch::stable::get_num_threads()),
-        worth_(pairs_ * c.hidden * c.intermediate > kWorthThreads) {
+        worth_(pairs_ * c.hidden * c.intermediate > kWorthThreads),
+        by_expert_(static_cast<int64_t>(bands_.size()) >= 8 * threads_) {
     // For few rows an expert the weights stay as they are.
     const auto experts = static_cast<int64_t>(routing_.experts.size());
     const bool few = level.operand == kInt8Rescaled && pairs_ < few_rescaled(c.up.first) * experts;
@@ -61,7 +63,7 @@ class BlockTurn {
   Routing routing_;
   std::vector<Band> bands_;
   int64_t pairs_, h_step_, threads_;
-  bool worth_;
+  bool worth_, by_expert_;
   std::atomic<bool> inside_{true};
 
   float weight(int64_t pair) const { return c.weights[first_ * c.slots + pair]; }
@@ -71,8 +73,11 @@ class BlockTurn {
   void encode(const void* row, FloatKind kind, const int32_t* perm, float factor, int64_t k,
               const Records& form, char* record);
   Inputs load(Scratch& s, const PackedMatrix& w);
-  void gate_up(const Band& b, int64_t tile, int64_t tiles, const Inputs& gate, const Inputs& up,
-               float* work, float* h);
+  void load_pairs(const PackedMatrix& w, const Inputs& in, bool worth);
+  BlockRows own_rows(const Inputs& in, const Band& b, TaskScratch& s) const;
+  void gate_up(const Band& b, int64_t tile, int64_t tiles, const Inputs& gate,
+               const BlockRows& gate_rows, const Inputs& up, const BlockRows& up_rows, float* work,
+               float* h);
   void encode_hidden(int64_t at, int64_t expert, const float* h, const Inputs& down);
   void by_expert(const Inputs& gate, const Inputs& up, const Inputs& down);
   void by_column(const Inputs& gate, const Inputs& up, const Inputs& down);
@@ -94,45 +99,69 @@ void BlockTurn::encode(const void* row, FloatKind kind, const int32_t* perm, flo
   kernels_.encode(values, k, form, record);
 }
 
+// The records of pairs that differ between the experts of a token.
+void BlockTurn::load_pairs(const PackedMatrix& w, const Inputs& in, bool worth) {
+  run_tasks(static_cast<int64_t>(bands_.size()), worth, [&](int64_t i) {
+    const Band& b = bands_[static_cast<size_t>(i)];
+    for (int64_t at = b.begin; at < b.begin + b.count; ++at) {
+      const int64_t pair = routing_.order[static_cast<size_t>(at)];
+      encode(row_of_x(pair / c.slots), c.kind, w.expert_perm(b.expert),
+             c.weight_on_input ? weight(pair) : 1.0f, c.hidden, in.form,
+             in.records + at * in.form.stride);
+    }
+  });
+}
+
 // Rows of x as `w` wants them.
 Inputs BlockTurn::load(Scratch& s, const PackedMatrix& w) {
-  Inputs in{records_for(w.first, operand_)};
+  const bool differ = c.weight_on_input || w.perm;
+  Inputs in{records_for(w.first, operand_), nullptr, by_expert_ && !differ};
   const int64_t stride = in.form.stride;
-  in.records = s.take<char>((pairs_ + kSlackRows) * stride);
+  in.records = s.take<char>(((in.of_tokens ? tokens_ : pairs_) + kSlackRows) * stride);
   const bool worth = tokens_ * c.hidden > kWorthEncoding;
-  if (c.weight_on_input || w.perm) {
-    run_tasks(static_cast<int64_t>(bands_.size()), worth, [&](int64_t i) {
-      const Band& b = bands_[static_cast<size_t>(i)];
-      for (int64_t at = b.begin; at < b.begin + b.count; ++at) {
-        const int64_t pair = routing_.order[static_cast<size_t>(at)];
-        encode(row_of_x(pair / c.slots), c.kind, w.expert_perm(b.expert),
-               c.weight_on_input ? weight(pair) : 1.0f, c.hidden, in.form,
-               in.records + at * stride);
-      }
-    });
+  if (differ) {
+    load_pairs(w, in, worth);
     return in;
   }
   run_tasks(tokens_, worth, [&](int64_t token) {
+    const auto become = [&](char* record) {
+      encode(row_of_x(token), c.kind, nullptr, 1.0f, c.hidden, in.form, record);
+    };
+    if (in.of_tokens) return become(in.records + token * stride);
     const char* record = nullptr;
     for (int64_t pair = token * c.slots; pair < (token + 1) * c.slots; ++pair) {
       const int64_t at = routing_.position[static_cast<size_t>(pair)];
       if (at < 0) continue;
       char* to = in.records + at * stride;
       if (record) std::memcpy(to, record, static_cast<size_t>(stride));
-      else encode(row_of_x(token), c.kind, nullptr, 1.0f, c.hidden, in.form, to);
+      else become(to);
       record = to;
     }
   });
   return in;
 }
 
+// The rows of a band; those of tokens are copied, so that they lie near the core that reads them.
+BlockRows BlockTurn::own_rows(const Inputs& in, const Band& b, TaskScratch& s) const {
+  if (!in.of_tokens) return in.rows(b);
+  const int64_t stride = in.form.stride;
+  auto* rows = s.take<char>((b.count + kSlackRows) * stride);
+  for (int64_t r = 0; r < b.count; ++r) {
+    const int64_t pair = routing_.order[static_cast<size_t>(b.begin + r)];
+    std::memcpy(rows + r * stride, in.records + pair / c.slots * stride,
+                static_cast<size_t>(stride));
+  }
+  return {rows, b.count};
+}
+
 // h: the band's first row.
 void BlockTurn::gate_up(const Band& b, int64_t tile, int64_t tiles, const Inputs& gate,
-                        const Inputs& up, float* work, float* h) {
+                        const BlockRows& gate_rows, const Inputs& up, const BlockRows& up_rows,
+                        float* work, float* h) {
   const Matrix up_w = c.up.expert(b.expert);
   const Matrix gate_w = c.has_gate ? c.gate.expert(b.expert) : up_w;
   kernels_.gate_up(c.has_gate ? &gate_w : nullptr, gate.form, up_w, up.form, tile, tiles,
-                   gate.rows(b), up.rows(b), c.act, work, h, h_step_);
+                   gate_rows, up_rows, c.act, work, h, h_step_);
 }
 
 void BlockTurn::encode_hidden(int64_t at, int64_t expert, const float* h, const Inputs& down) {
@@ -148,11 +177,17 @@ void BlockTurn::by_expert(const Inputs& gate, const Inputs& up, const Inputs& do
     // encode() takes from the same use, so the band's rows are its own.
     const auto h = std::make_unique_for_overwrite<float[]>(static_cast<size_t>(b.count * h_step_));
     {
-      TaskScratch own(TaskScratch::bytes_for(2 * kBandFloats, 4));
+      const int64_t copied = (b.count + kSlackRows) * (gate.form.stride + up.form.stride);
+      TaskScratch own(TaskScratch::bytes_for(2 * kBandFloats, 4) +
+                      TaskScratch::bytes_for(static_cast<size_t>(copied), 1));
       auto* work = own.take<float>(2 * kBandFloats);
+      const BlockRows up_rows = own_rows(up, b, own);
+      const BlockRows gate_rows =
+          gate.records == up.records ? up_rows : own_rows(gate, b, own);
       kernels_.enter();
       for (int64_t tile = 0; tile < tiles; tile += kTilesPerCall)
-        gate_up(b, tile, std::min(kTilesPerCall, tiles - tile), gate, up, work, h.get());
+        gate_up(b, tile, std::min(kTilesPerCall, tiles - tile), gate, gate_rows, up, up_rows, work,
+                h.get());
       kernels_.leave();
     }
     for (int64_t r = 0; r < b.count; ++r)
@@ -175,7 +210,8 @@ void BlockTurn::by_column(const Inputs& gate, const Inputs& up, const Inputs& do
     auto* work = own.take<float>(2 * kBandFloats);
     kernels_.enter();
     for (int64_t tile = first; tile < last; tile += step)
-      gate_up(b, tile, std::min(step, last - tile), gate, up, work, h.data() + b.begin * h_step_);
+      gate_up(b, tile, std::min(step, last - tile), gate, gate.rows(b), up, up.rows(b), work,
+              h.data() + b.begin * h_step_);
     kernels_.leave();
   });
   run_tasks(bands, pairs_ * h_step_ > kWorthEncoding, [&](int64_t i) {
@@ -240,7 +276,7 @@ bool BlockTurn::run(char* out) {
   if (!inside_) return false;
   Inputs hidden{records_for(c.down.first, operand_)};
   hidden.records = scratch.take<char>((pairs_ + kSlackRows) * hidden.form.stride);
-  if (static_cast<int64_t>(bands_.size()) >= 8 * threads_) by_expert(gate, up, hidden);
+  if (by_expert_) by_expert(gate, up, hidden);
   else by_column(gate, up, hidden);
   if (!inside_) return false;
   down(hidden, out);

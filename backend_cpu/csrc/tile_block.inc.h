@@ -106,7 +106,7 @@ static __attribute__((noinline)) void tile_block(const Matrix& m, int64_t tile,
 #pragma GCC unroll 8
         for (int c = 0; c < C; ++c) {
           word[c] = iload(code[c] + i * kTile);
-          if (R == 1) prefetch_words(code[c], i + kPrefetchWords, words, C);
+          prefetch_words(code[c], i + kPrefetchWords, words, C);
         }
 #pragma GCC unroll 8
         for (int e = 0; e < kPerWord; ++e) {
