@@ -173,6 +173,11 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "least": min(values), "most": max(values)}
 
 
+def times(mine: tuple[list[float], list[float]], theirs: tuple[list[float], list[float]]) -> list[float]:
+    """How many times as fast prefill and decoding are, as the median over rounds: the machine's own speed changes between these."""
+    return [statistics.median(a / b for a, b in zip(*pair, strict=True)) for pair in zip(mine, theirs, strict=True)]
+
+
 def measure(found: list[Any], options: argparse.Namespace) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(options.seed)
     rates: dict[str, tuple[list[float], list[float]]] = {engine.name: ([], []) for engine in found}
@@ -183,10 +188,11 @@ def measure(found: list[Any], options: argparse.Namespace) -> list[dict[str, Any
             if index:  # the first round warms up
                 rates[engine.name][0].append(prefill)
                 rates[engine.name][1].append(decode)
-    results = []
+    results: list[dict[str, Any]] = []
     for engine in found:
         row = {"engine": engine.name, "prefill": spread(rates[engine.name][0]), "decode": spread(rates[engine.name][1])}
         if isinstance(engine, Hal):
+            row["times"] = {peer.name: times(rates[engine.name], rates[peer.name]) for peer in found if not isinstance(peer, Hal)}
             row["outside_prefill"], row["outside_decode"] = engine.outside(ids, options.new)
             row["kernels"] = engine.kernels
         results.append(row)
@@ -226,7 +232,9 @@ def main() -> None:
         p, d = row["prefill"], row["decode"]
         shares = ""
         if "outside_prefill" in row:
-            shares = f"; outside ops {row['outside_prefill']:.0%} of prefill, {row['outside_decode']:.0%} of decoding; {row['kernels']}"
+            shares = f"; outside ops {row['outside_prefill']:.0%} of prefill, {row['outside_decode']:.0%} of decoding"
+            shares += "".join(f"; {prefill:.2f} and {decode:.2f} times {name}" for name, (prefill, decode) in row["times"].items())
+            shares += f"; {row['kernels']}"
         print(
             f"{row['engine']}: prefill {p['median']:.0f} ({p['least']:.0f} to {p['most']:.0f}), "
             f"decode {d['median']:.1f} ({d['least']:.1f} to {d['most']:.1f}){shares}"
