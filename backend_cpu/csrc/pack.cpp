@@ -252,7 +252,7 @@ Tensor join(const std::vector<Tensor>& parts) {
   auto* to = static_cast<char*>(whole.data_ptr());
   for (const Tensor& part : parts) {
     const auto bytes = static_cast<size_t>(part.numel() * part.element_size());
-    std::memcpy(to, part.data_ptr(), bytes);
+    if (bytes) std::memcpy(to, part.data_ptr(), bytes);  // an empty tensor may have no address
     to += bytes;
   }
   return whole;
