@@ -91,7 +91,8 @@ void place_rows(const AttentionArgs& a, const Heads& h, const Columns* from) {
   run_rows(h.x.count, (h.heads + h.kv_heads) * h.dim, [&](int64_t r) {
     const int64_t b = r / h.tokens, token = r % h.tokens;
     const int64_t angle = (a.cos.size(0) == 1 ? token : r) * step;
-    char *q = from[0].data + r * from[0].step, *k = from[1].data + r * from[1].step, *v = from[2].data + r * from[2].step;
+    const auto row = [&](int64_t i) { return from[i].data + r * from[i].step; };
+    char *q = row(0), *k = row(1), *v = row(2);
     const auto turn = [&](char* head, const std::optional<Tensor>& norm, char* to) {
       if (norm) kernels.norm(head, norm->data_ptr(), eps, head, h.x.kind, h.dim);
       kernels.rotate(head, static_cast<const char*>(a.cos.data_ptr()) + angle,
@@ -135,7 +136,8 @@ void attend_many(const AttentionArgs& a, const Heads& h, const Columns& q, char*
     const Unit u{pair / h.kv_heads, pair % h.kv_heads, first, std::min(step, h.tokens - first)};
     const Attend own = attend_of(a, h, u, q, out);
     const int64_t sums = sums_floats(rows, h.dim), work = kernels.attend_floats(rows, h.dim);
-    TaskScratch scratch(TaskScratch::bytes_for(static_cast<size_t>(sums), 4) + TaskScratch::bytes_for(static_cast<size_t>(work), 4));
+    const auto bytes = [](int64_t n) { return TaskScratch::bytes_for(static_cast<size_t>(n), 4); };
+    TaskScratch scratch(bytes(sums) + bytes(work));
     const AttendSums to = sums_at(scratch.take<float>(sums), rows);
     kernels.attend(own, 0, own.seen + u.count - 1, to, scratch.take<float>(work));
     kernels.finish(own, to, 1, 0);
@@ -149,7 +151,9 @@ void attend_few(const AttentionArgs& a, const Heads& h, const Columns& q, char* 
   const int64_t stretches = div_up(total, kStretch), step = sums_floats(rows, h.dim);
   Scratch scratch(Scratch::bytes_for(static_cast<size_t>(pairs * stretches * step), 4));
   auto* sums = scratch.take<float>(pairs * stretches * step);
-  const auto unit = [&](int64_t pair) { return attend_of(a, h, {pair / h.kv_heads, pair % h.kv_heads, 0, h.tokens}, q, out); };
+  const auto unit = [&](int64_t pair) {
+    return attend_of(a, h, {pair / h.kv_heads, pair % h.kv_heads, 0, h.tokens}, q, out);
+  };
   run_tasks(pairs * stretches, pairs * rows * total * h.dim > kWorthEncoding, [&](int64_t task) {
     const int64_t begin = task % stretches * kStretch, work = kernels.attend_floats(rows, h.dim);
     TaskScratch own(TaskScratch::bytes_for(static_cast<size_t>(work), 4));

@@ -24,7 +24,8 @@ void LayerMatrix::run(const char* x, FloatKind kind, int64_t rows, char* out) co
   if (!run_linear({isa, w, x, out, kind, kind, rows})) fail("perm has an index outside 0 to ", w.first.k - 1);
 }
 
-void check_matrices(LayerMatrix* const* matrices, const char* const* names, const int64_t* widths, int64_t count, int64_t k) {
+void check_matrices(LayerMatrix* const* matrices, const char* const* names, const int64_t* widths,
+                    int64_t count, int64_t k) {
   if (!matrices[0]->given()) fail(names[0], "packed is None; only what follows it may be");
   for (int64_t i = 0; i < count;) {
     const int64_t first = i;

@@ -28,7 +28,8 @@ struct Columns {
 
 // Matrices over one input, some of them behind the rows of the one before. Their widths in `widths`,
 // their results in memory of as many values a row as the widths' sum; `to` receives the places.
-void check_matrices(LayerMatrix* const* matrices, const char* const* names, const int64_t* widths, int64_t count, int64_t k);
+void check_matrices(LayerMatrix* const* matrices, const char* const* names, const int64_t* widths,
+                    int64_t count, int64_t k);
 void run_matrices(const LayerMatrix* const* matrices, const int64_t* widths, int64_t count, const char* x,
                   FloatKind kind, int64_t rows, char* memory, Columns* to);
 

@@ -42,7 +42,8 @@ Tensor mlp(MlpArgs& a) {
   run_matrices(both, widths, 2, narrow, x.kind, x.count, memory, to);
   const LayerKernels& kernels = layer_kernels();
   run_rows(x.count, a.intermediate, [&](int64_t r) {
-    kernels.gate(to[0].data + r * to[0].step, to[1].data + r * to[1].step, act, gated + r * step, x.kind, a.intermediate);
+    kernels.gate(to[0].data + r * to[0].step, to[1].data + r * to[1].step, act, gated + r * step,
+                 x.kind, a.intermediate);
   });
   a.down.run(gated, x.kind, x.count, narrow);
   add_rows(x, narrow, static_cast<char*>(out.data_ptr()));

@@ -245,7 +245,9 @@ Tensor join(const std::vector<Tensor>& parts) {
     check_type(part, "parts", parts[0].scalar_type());
     bool same = part.dim() == d;
     for (int64_t i = 1; same && i < d; ++i) same = part.size(i) == shape[static_cast<size_t>(i)];
-    if (!same) fail("parts have shapes ", shape_text(parts[0]), " and ", shape_text(part), "; they may differ in the first size");
+    if (!same)
+      fail("parts have shapes ", shape_text(parts[0]), " and ", shape_text(part),
+           "; they may differ in the first size");
     shape[0] += part.size(0);
   }
   Tensor whole = new_weights(shape.data(), d, parts[0].scalar_type());
