@@ -42,16 +42,18 @@ class CpuLayer:
         """Whether the native ops compute such a layer."""
         return parts.head_dim % _LANES == 0 and parts.head_dim <= _MOST_DIM and parts.activation in _ACTIVATIONS
 
+    @torch.inference_mode(False)  # or linears whose tensors are joined during a call in that mode could be updated in no other
     def _gather(self) -> None:
         """The arguments of both calls that do not change from call to call."""
         p = self.parts
         self.attention = (p.input_norm, p.q_norm, p.k_norm, *_arguments(p.q, p.k, p.v), *_arguments(p.o), p.heads, p.eps, p.scale)
         self.mlp = (p.post_norm, *_arguments(p.gate, p.up), *_arguments(p.down), p.gate.spec.n, p.eps, p.activation)
-        self.buffers = tuple((linear.weight._buffers, linear.weight._buffers["codes"]) for linear in p.linears)
+        owned = [(linear.weight._buffers, "codes") for linear in p.linears] + [(linear._buffers, "bias") for linear in p.linears]
+        self.buffers = tuple((owner, name, owner[name]) for owner, name in owned if owner[name] is not None)
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, held: int) -> Tensor:
-        for buffers, codes in self.buffers:
-            if buffers["codes"] is not codes:  # the model was moved
+        for owner, name, tensor in self.buffers:
+            if owner[name] is not tensor:  # the model was moved, or its biases were given another dtype
                 self._gather()
                 break
         try:

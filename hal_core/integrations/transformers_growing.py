@@ -82,7 +82,10 @@ class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         if buffers is not None and held and wanted <= buffers[0].shape[-2] and self._is_front(buffers):
             return *buffers, held
         room = (max(wanted, held + held // 2) // _STEP + 1) * _STEP  # never full: a prompt is followed by a token
-        made = tuple(new.new_empty((*new.shape[:-2], room, new.shape[-1])) for new in (keys_like, values_like))
+        with torch.inference_mode(False):  # or a cache that was begun in that mode could go on in no other
+            made = tuple(
+                torch.empty((*new.shape[:-2], room, new.shape[-1]), dtype=new.dtype, device=new.device) for new in (keys_like, values_like)
+            )
         for buffer, old in zip(made, (self.keys, self.values), strict=True):
             if held and old is not None:
                 buffer.narrow(-2, 0, held).copy_(old)

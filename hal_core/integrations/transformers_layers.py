@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
 
 from hal_core.decoder import DecoderParts
 from hal_core.integrations.transformers_growing import GrowingLayer, cache_argument, growing_cache
@@ -33,8 +34,14 @@ _NORMS = {
     "input_norm": "input_layernorm", "post_norm": "post_attention_layernorm", "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm",
 }  # fmt: skip
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
-#: What a layer is called with; anything else, unless empty, changes what it computes in ways not known here.
+#: What a layer is called with; anything else that is given changes what it computes in ways not known here.
 _NAMES = frozenset({"attention_mask", "position_ids", "use_cache", "position_embeddings", "cache_position", "cache", "past_key_values"})
+#: What asks for nothing where it is False. Of other arguments False may ask for much, as ``is_causal`` does.
+_OUTPUTS = frozenset({"output_attentions", "output_hidden_states", "return_dict"})
+#: Attributes that modules compute with, and that anyone may set.
+_ATTRIBUTES = frozenset({"is_causal", "scaling", "variance_epsilon"})
+#: Hooks of all modules of the process.
+_EVERYWHERE = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
 #: Attention functions that compute plain attention where there is no mask.
 _PLAIN_ATTENTION = ("sdpa", "eager")
 #: Largest relative L2 error of a fused layer's change to its input against that of its own forward, by dtype. A rounding that falls the
@@ -53,7 +60,11 @@ class FusedForward:
         self.hooks = [hooks for module in inner for hooks in (module._forward_hooks, module._forward_pre_hooks)]
         parents = (layer, layer.self_attn, layer.mlp)
         self.children = [(parent._modules, name, child) for parent in parents for name, child in parent.named_children()]
+        # Not the dictionaries that hold them: a copied module gets another.
+        named = [(child, name) for _, _, child in self.children for name in ("forward", *(_ATTRIBUTES & vars(child).keys()))]
+        self.attributes = [(child, name, vars(child).get(name)) for child, name in named]
         self.children += [(norm._parameters, "weight", norm.weight) for norm in _norms(layer).values()]
+        self.norms = tuple(norm.weight for norm in _norms(layer).values())
 
     def __call__(self, hidden_states: Tensor, *rest: Any, **named: Any) -> Any:
         layer = None if rest else self._served(hidden_states, named)
@@ -69,9 +80,10 @@ class FusedForward:
 
     def _like(self, x: Tensor) -> Tensor:
         """Keys of no tokens."""
-        if self.none is None or self.none.shape[0] != x.shape[0]:
-            self.none = torch.empty((x.shape[0], self.parts.kv_heads, 0, self.parts.head_dim), dtype=x.dtype)
-        return self.none
+        none = self.none  # another thread may set it meanwhile
+        if none is None or none.shape[0] != x.shape[0] or none.dtype is not x.dtype:
+            none = self.none = torch.empty((x.shape[0], self.parts.kv_heads, 0, self.parts.head_dim), dtype=x.dtype)
+        return none
 
     def _served(self, x: Tensor, named: dict[str, Any]) -> Any:
         """The cache's layer if the fused layer computes this call, else None."""
@@ -84,21 +96,34 @@ class FusedForward:
 
     def _is_plain(self, x: Tensor, named: dict[str, Any]) -> bool:
         """Whether the arguments ask for attention to all that came before, without gradients, in the layer's dtype."""
-        if named.get("attention_mask") is not None or any(named[name] for name in named if name not in _NAMES):
+        if named.get("attention_mask") is not None or x.device.type != "cpu" or (x.requires_grad and torch.is_grad_enabled()):
             return False
-        if x.dtype is not self.parts.input_norm.dtype or x.device.type != "cpu" or (x.requires_grad and torch.is_grad_enabled()):
-            return False
+        for name, value in named.items():
+            if name not in _NAMES and value is not None and not (value is False and name in _OUTPUTS):
+                return False
         angles = named.get("position_embeddings")
-        return angles is not None and all(tensor.is_contiguous() for tensor in (x, *angles))
+        if angles is None or not x.is_contiguous():
+            return False
+        dtype = x.dtype
+        for tensor in angles:
+            if tensor.dtype is not dtype or not tensor.is_contiguous():
+                return False
+        for norm in self.norms:
+            if norm.dtype is not dtype:
+                return False
+        return True
 
     def _is_whole(self) -> bool:
         """Whether the layer still has the modules that it had, computes as they do, and nobody listens to them."""
         for there, name, child in self.children:  # `all` takes twice as long, which thirty layers a token feel
             if there.get(name) is not child:
                 return False
+        for module, name, value in self.attributes:
+            if module.__dict__.get(name) != value:
+                return False
         # The property answers the same, and takes longer than the rest of these checks.
         attention = vars(self.config).get("_attn_implementation_internal") or self.config._attn_implementation
-        return not self.layer.training and not any(self.hooks) and attention in _PLAIN_ATTENTION
+        return not self.layer.training and not any(self.hooks) and not any(_EVERYWHERE) and attention in _PLAIN_ATTENTION
 
 
 def fuse_layers(model: Any, trimmer: Trimmer) -> tuple[str, ...]:

@@ -112,7 +112,40 @@ def training(model: Any) -> dict[str, Any]:
     return {}
 
 
+def patched(model: Any) -> dict[str, Any]:
+    for layer in model.base_model.layers:
+        layer.self_attn.q_proj.forward = layer.self_attn.q_proj.forward
+    return {}
+
+
+def rescaled(model: Any) -> dict[str, Any]:
+    for layer in model.base_model.layers:
+        layer.self_attn.scaling /= 2
+    return {}
+
+
+def seeing_all(model: Any) -> dict[str, Any]:
+    for layer in model.base_model.layers:
+        layer.self_attn.is_causal = False
+    return {}
+
+
+def finer(model: Any) -> dict[str, Any]:
+    for layer in model.base_model.layers:
+        layer.input_layernorm.variance_epsilon /= 2
+    return {}
+
+
+def coarser(model: Any) -> dict[str, Any]:
+    for layer in model.base_model.layers:
+        layer.post_attention_layernorm.bfloat16()
+    return {}
+
+
 UNSERVED = {
+    "a replaced forward": patched, "another factor of logits": rescaled, "attention to what follows": seeing_all,
+    "another epsilon": finer, "a norm of another dtype": coarser, "attention to what follows, by argument": lambda _: {"is_causal": False},
+    "an argument of several values": lambda _: {"cu_seq_lens_q": torch.tensor([0, 9])},
     "a mask": padded, "transformers' cache": plain_cache, "hooks": hooked, "a replaced module": replaced, "training": training,
     "attentions": lambda model: {"output_attentions": True} if not model.set_attn_implementation("eager") else {},
 }  # fmt: skip
@@ -132,6 +165,16 @@ def test_what_a_fused_layer_does_not_serve_goes_to_its_own_forward(model, case: 
         found.append(answer.logits)
         assert case != "attentions" or len(answer.attentions) == 2
     assert torch.equal(*found)
+
+
+def test_hooks_of_all_modules_hear_the_layers_own(model) -> None:
+    heard: list[torch.nn.Module] = []
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, *_: heard.append(module))
+    try:
+        logits(model, torch.randint(3, gguf_files.VOCAB, (1, 5)), (5,))
+    finally:
+        handle.remove()
+    assert all(layer.mlp.act_fn in heard for layer in model.base_model.layers)
 
 
 def test_gradients_go_through_the_layers_own_forward(model) -> None:
@@ -174,6 +217,29 @@ def test_new_weights_reach_the_fused_layer_and_copies_are_apart(model) -> None:
     assert not torch.equal(logits(model, ids, (4, 1)), before)
     torch.testing.assert_close(logits(model, ids, (4, 1)), logits(own(model), ids, (4, 1)), rtol=1e-4, atol=1e-5)
     assert torch.equal(logits(twin, ids, (4, 1)), before)
+
+
+def test_new_biases_reach_the_fused_layer_after_a_change_of_dtype(tmp_path) -> None:
+    model = hal.load(written(tmp_path, "biases"), numerics="exact", dtype="bf16").bfloat16()
+    ids = torch.randint(3, gguf_files.VOCAB, (1, 5))
+    before = logits(model, ids, (4, 1))
+    for layer in model.base_model.layers:
+        attention = layer.self_attn
+        attention.v_proj.update(hal.kernel.LinearWeights(attention.v_proj.weight.unpack(), torch.full_like(attention.v_proj.bias, 3.0)))
+    found, wanted = logits(model, ids, (4, 1)).float(), logits(own(model), ids, (4, 1)).float()
+    assert not torch.equal(found, before.float())
+    assert float((found - wanted).norm() / wanted.norm()) < 2e-2
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_cache_begun_in_inference_mode_goes_on_outside_of_it(model, fused: bool) -> None:
+    model = model if fused else own(model)
+    ids, named = torch.randint(3, gguf_files.VOCAB, (1, 5)), {cache_argument(model): growing_cache(model)}
+    with torch.inference_mode():
+        model(ids[:, :4], **named)
+    with torch.no_grad():
+        found = model(ids[:, 4:], **named).logits
+    torch.testing.assert_close(found, logits(model, ids, (4, 1))[:, 4:], rtol=1e-4, atol=1e-5)
 
 
 def test_layers_with_a_window_keep_their_own_forward(model) -> None:
