@@ -23,8 +23,11 @@ static const float* as_floats(const void* base, FloatKind kind, int64_t first, i
 
 static void turn_keys(const float* keys, int64_t count, int64_t dim, float* turned_keys) {
   for (int64_t j = 0; j < kAttendKeys; ++j)
-    for (int64_t d = 0; d < dim; ++d)
-      turned_keys[d * kAttendKeys + j] = j < count ? keys[j * dim + d] : 0.0f;
+    for (int64_t d = 0; d < dim; ++d) {
+      float key = 0.0f;  // copied: a cache's memory may begin anywhere
+      if (j < count) __builtin_memcpy(&key, keys + j * dim + d, sizeof key);
+      turned_keys[d * kAttendKeys + j] = key;
+    }
 }
 
 // out[r][col .. ] (+)= sum over i < depth of a[r * a_step + i] * b[i * b_step + col ..]
