@@ -13,6 +13,7 @@ from hal_core.triton.declared import (
     BOUND,
     FP8_BOUND,
     FP8_EXPERTS_BOUND,
+    FP8_EXPERTS_LIMITS,
     FP8_GROUPS,
     FP8_TOKENS,
     FP16,
@@ -96,6 +97,7 @@ class MoEFP8Triton(MoETriton):
     architectures = _FP8
     schemes = BLOCKS
     numerics = FP8_GROUPS
+    limits = FP8_EXPERTS_LIMITS
     layout = "triton.rows"
     error_bound = FP8_EXPERTS_BOUND
 
@@ -107,6 +109,7 @@ class MoEFP8RowsTriton(MoETriton):
     architectures = _FP8
     schemes = ROWS
     numerics = FP8_TOKENS
+    limits = FP8_EXPERTS_LIMITS
     layout = "triton.rows"
     error_bound = FP8_EXPERTS_BOUND
 

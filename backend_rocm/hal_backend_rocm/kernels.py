@@ -14,6 +14,7 @@ from hal_core.triton.declared import (
     BLOCKS,
     FP8_BOUND,
     FP8_EXPERTS_BOUND,
+    FP8_EXPERTS_LIMITS,
     FP8_GROUPS,
     FP8_TOKENS,
     FP16,
@@ -142,6 +143,7 @@ class MoEFP8Triton(MoETriton):
     _operand = "e4m3fn"
     schemes = BLOCKS
     numerics = FP8_GROUPS
+    limits = FP8_EXPERTS_LIMITS
     layout = "triton.rows"
     error_bound = FP8_EXPERTS_BOUND
 

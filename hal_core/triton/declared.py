@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hal_core.kernel import LinearEpilogue, LinearKernel, MoEEpilogue, MoEKernel, SchemeSet
+from hal_core.kernel import LinearEpilogue, LinearKernel, MoEEpilogue, MoEKernel, SchemeSet, ShapeLimit
 from hal_core.numerics import ActivationQuant, Numerics
 from hal_core.refusal import Refusal
 from hal_core.schemes import GranularityKind, ZeroKind
@@ -26,6 +27,7 @@ __all__ = [
     "BOUND",
     "FP8_BOUND",
     "FP8_EXPERTS_BOUND",
+    "FP8_EXPERTS_LIMITS",
     "FP8_GROUPS",
     "FP8_TOKENS",
     "FP16",
@@ -63,6 +65,8 @@ EPILOGUE = MoEEpilogue(
     activations=ACTIVATIONS, alpha=True, limit=True, gated=True, ungated=True, bias=True, mixed_schemes=False, expert_map=True,
     expert_parallel=True, router_weight_on_input=True, routed_scaling=True, shared_experts=False, lora=False,
 )  # fmt: skip
+#: Of fewer hidden numbers an activation may leave nearly nothing, and such a row is then made of what e4m3 rounds.
+FP8_EXPERTS_LIMITS = (ShapeLimit("intermediate", least=32),)
 #: Outputs and columns are padded to whole tiles and steps.
 _TILE = 64
 
@@ -123,6 +127,9 @@ class MoETritonBase(MoEKernel):
 
     def refusals(self, spec: MoESpec, machine: Machine) -> tuple[Refusal, ...]:
         return (*super().refusals(spec, machine), *_block_refusals(spec.schemes))
+
+    def computes(self, spec: MoESpec) -> Numerics:
+        return replace(self.numerics, operand=spec.dtype)  # the hidden numbers are rounded to it
 
     def padding(self, spec: MoESpec) -> tuple[Padding, ...]:
         if not spec.up.dtype.startswith("int"):
