@@ -102,16 +102,12 @@ class FusedForward:
             if name not in _NAMES and value is not None and not (value is False and name in _OUTPUTS):
                 return False
         angles = named.get("position_embeddings")
-        if angles is None or not x.is_contiguous():
+        if angles is None:
             return False
-        dtype = x.dtype
-        for tensor in angles:
-            if tensor.dtype is not dtype or not tensor.is_contiguous():
+        for tensor in (*angles, *self.norms):
+            if tensor.dtype is not x.dtype or not tensor.is_contiguous():
                 return False
-        for norm in self.norms:
-            if norm.dtype is not dtype:
-                return False
-        return True
+        return bool(x.is_contiguous())
 
     def _is_whole(self) -> bool:
         """Whether the layer still has the modules that it had, computes as they do, and nobody listens to them."""
