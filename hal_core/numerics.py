@@ -138,6 +138,7 @@ def combined(parts: Sequence[Numerics]) -> Numerics:
 _INT8 = (ActivationQuant("int8", "token"),)
 _WORDS: dict[str, Numerics] = {
     "exact": Numerics(),
+    "bf16": Numerics(operand="bf16"),
     "int8": Numerics(activations=_INT8),
     "int8:token": Numerics(activations=_INT8),
     "int8:group": Numerics(activations=_INT8),
@@ -150,7 +151,8 @@ def numerics_from_word(word: str, checkpoint: ActivationScheme | None = None, gr
     """The request that a word of the command line stands for.
 
     Args:
-        word: ``exact``, ``checkpoint``, ``int8``, ``int8:token``, ``int8:group``, ``int8:rescaled`` or ``fp8``.
+        word: ``exact``, ``bf16`` (operands rounded to it), ``checkpoint``,
+            ``int8``, ``int8:token``, ``int8:group``, ``int8:rescaled``, ``fp8``.
         checkpoint: the checkpoint's own activation scheme, used by ``checkpoint``.
         group: weight group size; ``int8`` also tolerates finer activation groups of 128 and of this size, ``int8:group`` these alone.
     """

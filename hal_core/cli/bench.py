@@ -26,7 +26,7 @@ _ROWS = Annotated[str, typer.Option("--m", help="Batch sizes, e.g. 1,4,16,64.")]
 _SCHEME = Annotated[str, typer.Option(help="Weight scheme, e.g. int4:g128, int4:g32:zero, int8:channel.")]
 _NUMERICS = Annotated[
     str,
-    typer.Option(help="What to tolerate: exact, checkpoint, int8, int8:token, int8:group, int8:rescaled or fp8; exact kernels always run."),
+    typer.Option(help="Tolerated: exact, bf16, checkpoint, int8, int8:token, int8:group, int8:rescaled, fp8; exact kernels always run."),
 ]
 _DTYPE = Annotated[str, typer.Option(help="Activation dtype: bf16, fp16 or fp32.")]
 _KERNELS = Annotated[str, typer.Option(help="all that accept the problem, or the one selected by the policy.")]

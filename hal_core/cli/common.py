@@ -58,7 +58,7 @@ POLICY = Annotated[
 ]
 NUMERICS = Annotated[
     str,
-    typer.Option(help="Activation numerics to tolerate: exact, checkpoint, int8, int8:token, int8:group, int8:rescaled or fp8."),
+    typer.Option(help="Activation numerics to tolerate: exact, bf16, checkpoint, int8, int8:token, int8:group, int8:rescaled or fp8."),
 ]
 
 

@@ -65,6 +65,7 @@ def test_words_of_the_command_line():
     scheme = ActivationScheme("int8", Granularity.tensor(), dynamic=False)
     assert numerics_from_word("checkpoint", scheme).activations == (ActivationQuant("int8", "tensor", dynamic=False),)
     assert ActivationQuant("int8", "g32") in numerics_from_word("int8", group=32).activations
+    assert numerics_from_word("bf16", group=32) == Numerics(operand="bf16")
     assert numerics_from_word("int8:rescaled").weights == "rescaled"
     assert numerics_from_word("int8:token", group=32).activations == (ActivationQuant("int8", "token"),)
     groups = (ActivationQuant("int8", "g128"), ActivationQuant("int8", "g32"))
