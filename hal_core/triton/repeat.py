@@ -254,6 +254,9 @@ class Repeats:
             tensors: contiguous tensors that the call reads and writes, other than the op's own.
             call: the call itself; what it does is told to :func:`launched`, :func:`called` and :func:`made`, its memory by :func:`room`.
         """
+        if getattr(_local, "recorder", None) is not None:  # a step of another op's call, which records it
+            call()
+            return
         pointers, bits = [], 0
         for tensor in tensors:
             pointers.append(0 if tensor is None else tensor.data_ptr())

@@ -129,6 +129,21 @@ def test_pointers_that_are_not_aligned_are_launched_by_triton():
     assert torch.allclose(out, (2 * x + 1) * 3)
 
 
+def test_a_call_within_a_call_is_a_step_of_it():
+    inner, outer, kernel = Op(), Repeats(), Kernel()
+
+    def whole(x, out):
+        between = room(x.shape, x.dtype, CPU)
+        inner.apply(x, between)
+        kernel.launch(out, between, 2.0)
+
+    for _ in range(2):
+        x, out = torch.randn(2, 4), torch.full((2, 4), float("nan"))
+        outer(2, (x, out), lambda x=x, out=out: whole(x, out))
+        assert torch.allclose(out, (2 * x + inner.bias) * 6)
+    assert kernel.ran == 1
+
+
 def test_copies_record_calls_of_their_own():
     op = Op()
     check(op, 2)

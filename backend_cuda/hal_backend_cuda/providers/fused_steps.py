@@ -33,6 +33,8 @@ def fastest_steps(device: torch.device, experts: int) -> MoESteps:
 class TritonSteps:
     """Fused steps of one op. Its scratch is its own: calls of one op on several streams must not overlap, as for any op here."""
 
+    told = True
+
     def __init__(self, device: torch.device, experts: int | None = None) -> None:
         self.device = device
         self.flag = device_flag(device)

@@ -56,7 +56,12 @@ class Sorted:
 
 
 class MoESteps(Protocol):
-    """What an experts block needs besides its two products. Nothing waits for the device."""
+    """What an experts block needs besides its two products. Nothing waits for the device.
+
+    told: whether every step tells :mod:`hal_core.triton.repeat` what it launches, so that a call may be recorded.
+    """
+
+    told: bool
 
     def sort(self, route: Route, block: int, places: int) -> Sorted:
         """The slots of local experts, in ``places`` places."""
@@ -73,6 +78,8 @@ class MoESteps(Protocol):
 
 class TorchSteps:
     """Every step in plain torch."""
+
+    told = False
 
     def sort(self, route: Route, block: int, places: int) -> Sorted:
         flat, experts, device = route.local().reshape(-1), route.experts, route.ids.device

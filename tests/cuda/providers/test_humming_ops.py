@@ -24,7 +24,7 @@ from hal_core.reference.moe import ReferenceMoE
 from hal_core.schemes import WeightScheme
 from hal_core.spec import Activation, LinearSpec, MoESpec
 from hal_core.testing.data import random_weight
-from hal_core.triton import launch
+from hal_core.triton import launch, repeat
 
 BY_NAME = {recipe.name: recipe for recipe in RECIPES}
 CASES = [
@@ -168,6 +168,20 @@ def test_experts(name, text, changes):
             wanted = ReferenceMoE().prepare(spec, weights).apply(x.float(), routed, expert_map=places, reduce=reduce)
             assert found.shape == wanted.shape
             assert not tokens or not float(wanted.norm()) or error(found, wanted) < BY_NAME[name].error_bound("moe")
+
+
+def test_steps_of_plain_torch_are_taken_anew_by_every_call(monkeypatch):
+    active = types.SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda index: 0)
+    monkeypatch.setattr(repeat, "driver", types.SimpleNamespace(active=active))
+    monkeypatch.setattr(repeat, "_recordable", lambda tensors: True)
+    monkeypatch.setattr(repeat, "_device", lambda index: torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    spec, weights = experts_case("int4:g128")
+    op = HummingExperts(spec, weights, BY_NAME["w4a16"], TorchSteps())
+    for _ in range(2):
+        x, routed = torch.randn(9, 256).bfloat16(), routing(9)
+        wanted = ReferenceMoE().prepare(spec, weights).apply(x.float(), routed)
+        assert error(op.apply(x, routed), wanted) < BY_NAME["w4a16"].error_bound("moe")
 
 
 def test_quantized_activations_reach_both_products(emulator):

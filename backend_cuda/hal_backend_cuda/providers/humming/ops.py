@@ -140,6 +140,9 @@ class HummingExperts(_Repeating, MoEExperts):
 
     def run(self, rows: Tensor, ids: Tensor, weights: Tensor, expert_map: Tensor | None, y: Tensor) -> None:
         """``rows [T, H]``, checked, to ``y [T, H]``, or to ``[T, k, H]`` unreduced."""
+        if not self.steps.told:
+            self._launched(rows, ids, weights, expert_map, y)
+            return
         key = rows.shape[0], y.dim(), expert_map is None or expert_map.dtype
         self.repeats(key, (rows, ids, weights, expert_map, y), lambda: self._launched(rows, ids, weights, expert_map, y))
 
