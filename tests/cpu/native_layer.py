@@ -93,7 +93,8 @@ class Mlp:
 
     def __init__(self, hidden: int, intermediate: int, seed: int = 0) -> None:
         g = torch.Generator().manual_seed(seed)
-        self.norm, self.bias = torch.randn(hidden, generator=g), torch.randn(intermediate, generator=g)
+        # a quarter, so that fp16 holds what comes out
+        self.norm, self.bias = torch.randn(hidden, generator=g) / 4, torch.randn(intermediate, generator=g)
         self.gate, self.up = make(intermediate, hidden, 24, 4, "zeros", seed=seed), make(intermediate, hidden, hidden, 8, seed=seed + 1)
         self.down = make(hidden, intermediate, intermediate, 8, seed=seed + 2)
 
