@@ -5,7 +5,10 @@ Everything here is known without waiting for a device.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -20,10 +23,50 @@ if TYPE_CHECKING:
 
     from hal_core.spec import MoESpec
 
-__all__ = ["FixedBuffers", "check_out", "check_routing", "check_routing_form", "check_rows", "rounded_scales"]
+__all__ = [
+    "FixedBuffers",
+    "MatrixView",
+    "Numbered",
+    "check_out",
+    "check_routing",
+    "check_routing_form",
+    "check_rows",
+    "rounded_scales",
+]
+
+T = TypeVar("T")
 
 #: Half a unit in the last place of a normal number.
 _ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
+
+
+class Numbered(WeakValueDictionary[int, T]):
+    """Ops by the number that stands for them in a compiled graph, which holds no object; those that nobody else holds are gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._numbers = itertools.count()
+
+    def enrol(self, op: T) -> int:
+        """A number of the op's own."""
+        number = next(self._numbers)
+        self[number] = op
+        return number
+
+
+@dataclass(frozen=True, eq=False)
+class MatrixView:
+    """Packed weights as kernels read them. perm: the input that each column takes."""
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    mins: Tensor | None
+    perm: Tensor | None
+    bias: Tensor | None
+    n: int
+    k: int
+    group: int
 
 
 class FixedBuffers(nn.Module):

@@ -23,7 +23,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 TESTS = (
     "tests/cpu/native/test_fuzz.py", "tests/cpu/test_native_pack.py", "tests/cpu/test_native_unpack.py", "tests/cpu/test_native_lookup.py",
     "tests/cpu/test_native_linear.py", "tests/cpu/test_native_moe.py", "tests/cpu/test_native_int8.py", "tests/cpu/test_native_tiles.py",
-    "tests/cpu/test_kv_native.py", "tests/cpu/test_kv_bad_input.py",
+    "tests/cpu/test_native_layer.py", "tests/cpu/test_kv_native.py", "tests/cpu/test_kv_bad_input.py",
 )  # fmt: skip
 UNFIT = "not real_size and not compile and not meta"
 PROBE = 'extern "C" int byte_at(const unsigned char* p, long i) { return p[i]; }'

@@ -83,7 +83,7 @@ static void expand_folded(const Matrix& m, int64_t tile, VF folded, int64_t word
     step = _mm512_or_si512(_mm512_and_si512(step, iset(0xffff)), _mm512_slli_epi32(step, 16));
     for (; i < end; ++i) {
       const VI w = iload(code + i * kTile);
-        // In each half of a word the codes of k, k+4, k+1, k+5, from the low end.
+      // In each half of a word the codes of k, k+4, k+1, k+5, from the low end.
       const auto whole = [&](VI v) {
         return _mm512_mulhrs_epi16(_mm512_and_si512(_mm512_srai_epi16(v, 8), high), step);
       };
@@ -107,7 +107,7 @@ static void expand_bf16(const Matrix& m, int64_t tile, int64_t word, int64_t wor
     const VI table = dot_table(m.zero);
     for (int64_t i = 0; i < words; ++i) {
       const VI w = iload(code + i * kTile);
-  #pragma GCC unroll 4
+#pragma GCC unroll 4
       for (int j = 0; j < 4; ++j)
         _mm512_store_si512(to + i * 256 + j * 64,
                            _mm512_permutexvar_epi16(j ? _mm512_srli_epi16(w, 4 * j) : w, table));

@@ -27,11 +27,10 @@ void encode(const float* x, int64_t k, const Records& f, char* record) {
   if (f.operand == kBf16) encode_bf16(x, k, f, record);
   else encode_int8(x, k, f, record);
 }
-void nothing() {}
 #include "block_epilogue.inc.h"
 }  // namespace
 
-extern const BlockKernels HAL_AMX_BLOCKS = {load_row,     encode,        nothing, amx_leave,
+extern const BlockKernels HAL_AMX_BLOCKS = {load_row,     encode,        amx_leave,
                                             block_linear, block_gate_up, block_add, combine};
 
 }  // namespace hal_cpu

@@ -46,7 +46,6 @@ bool run_turn(const BlockLinearCall& c, const Records& form, int64_t begin, int6
     const BlockRows rows{records + r0 * form.stride, std::min(kBand, count - r0)};
     TaskScratch own(TaskScratch::bytes_for(kBandFloats, 4));
     auto* work = own.take<float>(kBandFloats);
-    kernels.enter();
     for (int64_t tile = first; tile < last; tile += step)
       kernels.linear(m, form, tile, std::min(step, last - tile), rows, work,
                      c.out + (begin + r0) * row_bytes, row_bytes, c.out_kind);

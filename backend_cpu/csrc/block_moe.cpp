@@ -1,8 +1,8 @@
 // A token becomes a record once, and a copy of it for each of its experts, sorted by expert. With
 // many rows a task is one expert's rows, which it copies itself, from gate and up to the records of
-// their hidden rows; with few it is some of their columns. `down` is cut by columns alone: a task adds the weighted results
-// of all experts for its columns, in order of expert, so that no two tasks share a sum and no
-// result is kept per expert.
+// their hidden rows; with few it is some of their columns. `down` is cut by columns alone: a task
+// adds the weighted results of all experts for its columns, in order of expert, so that no two tasks
+// share a sum and no result is kept per expert.
 #include "block_moe.h"
 
 #include <algorithm>
@@ -184,7 +184,6 @@ void BlockTurn::by_expert(const Inputs& gate, const Inputs& up, const Inputs& do
       const BlockRows up_rows = own_rows(up, b, own);
       const BlockRows gate_rows =
           gate.records == up.records ? up_rows : own_rows(gate, b, own);
-      kernels_.enter();
       for (int64_t tile = 0; tile < tiles; tile += kTilesPerCall)
         gate_up(b, tile, std::min(kTilesPerCall, tiles - tile), gate, gate_rows, up, up_rows, work,
                 h.get());
@@ -208,7 +207,6 @@ void BlockTurn::by_column(const Inputs& gate, const Inputs& up, const Inputs& do
     const int64_t first = i % columns * run, last = std::min(first + run, tiles);
     TaskScratch own(TaskScratch::bytes_for(2 * kBandFloats, 4));
     auto* work = own.take<float>(2 * kBandFloats);
-    kernels_.enter();
     for (int64_t tile = first; tile < last; tile += step)
       gate_up(b, tile, std::min(step, last - tile), gate, gate.rows(b), up, up.rows(b), work,
               h.data() + b.begin * h_step_);
@@ -247,7 +245,6 @@ void BlockTurn::down(const Inputs& in, char* out) {
     auto* work = own.take<float>(kBandFloats);
     auto* sums = own.take<float>(results * width);
     std::memset(sums, 0, static_cast<size_t>(results * width) * 4);
-    kernels_.enter();
     for (const Band& b : bands_) {
       const Matrix w = c.down.expert(b.expert);
       for (int64_t at = tile; at < last; at += step)

@@ -46,8 +46,7 @@ struct BlockKernels {
   // A row of k floats, padded by load_row, into its record. A value that is not finite makes
   // every result of its row (or of its spans) NaN and reaches no other.
   void (*encode)(const float* x, int64_t k, const Records& r, char* record);
-  // State that the processor keeps for a task, such as the shape of matrix tiles.
-  void (*enter)();
+  // Lets go of what the processor keeps for the calls of a task, such as the shape of matrix tiles.
   void (*leave)();
   // out[r][col] = row r . w[col] + bias for `tiles` (<= kTilesPerCall) tiles, rows out_step bytes
   // apart. `work` has kBandFloats.

@@ -4,9 +4,21 @@
 
 #include <vector>
 
+#include "args.h"
 #include "error.h"
 
 namespace hal_cpu {
+
+PackedTensors read_packed(Args& args, bool required) {
+  PackedTensors t;
+  t.codes = required ? std::optional<Tensor>(args.tensor()) : args.maybe_tensor();
+  t.scales = required ? std::optional<Tensor>(args.tensor()) : args.maybe_tensor();
+  t.zeros = args.maybe_tensor();
+  t.mins = args.maybe_tensor();
+  t.perm = args.maybe_tensor();
+  t.bias = args.maybe_tensor();
+  return t;
+}
 
 std::string shape_text(const Tensor& t) {
   std::string text = "[";

@@ -50,6 +50,10 @@ struct PackedTensors {
   std::optional<Tensor> codes, scales, zeros, mins, perm, bias;
 };
 
+// The next six arguments; codes and scales may be missing unless they are required.
+class Args;
+PackedTensors read_packed(Args& args, bool required);
+
 struct PackedSpec {
   const char* name;  // prefix in messages: "" or "gate_" and so on
   int64_t experts;   // 0: no expert dimension

@@ -22,7 +22,7 @@ void nothing() {}
 #include "block_epilogue.inc.h"
 }  // namespace
 
-extern const BlockKernels kBlocksAvx512Vnni = {load_row,     encode_int8,   nothing,   nothing,
+extern const BlockKernels kBlocksAvx512Vnni = {load_row,     encode_int8,   nothing,
                                                block_linear, block_gate_up, block_add, combine};
 
 }  // namespace hal_cpu

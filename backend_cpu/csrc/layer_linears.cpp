@@ -4,17 +4,8 @@
 
 namespace hal_cpu {
 
-LayerMatrix::LayerMatrix(Args& args) {
-  tensors.codes = args.maybe_tensor();
-  tensors.scales = args.maybe_tensor();
-  tensors.zeros = args.maybe_tensor();
-  tensors.mins = args.maybe_tensor();
-  tensors.perm = args.maybe_tensor();
-  tensors.bias = args.maybe_tensor();
-  group = args.integer();
-  bits = args.integer();
-  isa = args.text();
-}
+LayerMatrix::LayerMatrix(Args& args)
+    : tensors(read_packed(args, false)), group(args.integer()), bits(args.integer()), isa(args.text()) {}
 
 void LayerMatrix::check(const char* name, int64_t n, int64_t k) {
   w = check_packed(tensors, {name, 0, n, k, group, bits});

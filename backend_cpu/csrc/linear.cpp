@@ -24,13 +24,7 @@ struct LinearArgs {
 
 LinearArgs read(Args& args) {
   Tensor x = args.tensor();
-  PackedTensors w;
-  w.codes = args.tensor();
-  w.scales = args.tensor();
-  w.zeros = args.maybe_tensor();
-  w.mins = args.maybe_tensor();
-  w.perm = args.maybe_tensor();
-  w.bias = args.maybe_tensor();
+  PackedTensors w = read_packed(args, true);
   const int64_t n = args.integer(), k = args.integer();
   const int64_t group = args.integer(), bits = args.integer();
   return {std::move(x), std::move(w), n, k, group, bits, args.text()};

@@ -22,17 +22,6 @@ Activation activation_of(std::string_view name) {
 
 namespace {
 
-PackedTensors read_matrix(Args& args, bool required) {
-  PackedTensors t;
-  t.codes = required ? std::optional<Tensor>(args.tensor()) : args.maybe_tensor();
-  t.scales = required ? std::optional<Tensor>(args.tensor()) : args.maybe_tensor();
-  t.zeros = args.maybe_tensor();
-  t.mins = args.maybe_tensor();
-  t.perm = args.maybe_tensor();
-  t.bias = args.maybe_tensor();
-  return t;
-}
-
 Activation check_activation(const MoeArgs& a, bool has_gate) {
   // gpt-oss's slope, for checkpoints that do not state it.
   constexpr float kOaiAlpha = 1.702f;
@@ -57,9 +46,9 @@ Activation check_activation(const MoeArgs& a, bool has_gate) {
 
 MoeArgs::MoeArgs(Args& args)
     : x(args.tensor()), ids(args.tensor()), weights(args.tensor()) {
-  gate = read_matrix(args, false);
-  up = read_matrix(args, true);
-  down = read_matrix(args, true);
+  gate = read_packed(args, false);
+  up = read_packed(args, true);
+  down = read_packed(args, true);
   expert_map = args.maybe_tensor();
   experts = args.integer();
   intermediate = args.integer();

@@ -5,9 +5,7 @@ Turboquant keys and values are read in their rotated space: queries are rotated 
 
 from __future__ import annotations
 
-import itertools
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -20,7 +18,7 @@ from hal_core.kv.codebook import codebook
 from hal_core.kv.quantizer import fp8_scale
 from hal_core.kv.rotation import rotation_matrix
 from hal_core.kv.turboquant import TurboQuantizer
-from hal_core.op_parts import check_out
+from hal_core.op_parts import Numbered, check_out
 from hal_core.reference.kv import ReferenceKVOp
 
 if TYPE_CHECKING:
@@ -39,8 +37,7 @@ _SHARES = 8
 
 
 #: Ops by the number that stands for them in a graph.
-_OPS: WeakValueDictionary[int, XpuKVOp] = WeakValueDictionary()
-_NUMBERS = itertools.count()
+_OPS: Numbered[XpuKVOp] = Numbered()
 
 
 def _append(number: int, pages: Tensor, k: Tensor, v: Tensor, slots: Tensor, tails: Tensor | None, tail_ids: Tensor | None) -> None:
@@ -92,8 +89,7 @@ class XpuKVOp(ReferenceKVOp):
         self._numbered()
 
     def _numbered(self) -> None:
-        self.number = next(_NUMBERS)
-        _OPS[self.number] = self
+        self.number = _OPS.enrol(self)
 
     def update(self, weights: KVParams) -> None:
         super().update(weights)

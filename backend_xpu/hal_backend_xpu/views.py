@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hal_backend_xpu.layout import FLOATS
+from hal_core.op_parts import MatrixView
 from hal_core.spec import ACTIVATIONS
 
 if TYPE_CHECKING:
@@ -21,18 +22,8 @@ assert set(ACTIVATIONS) <= set(ACTIVATION_NUMBERS)
 
 
 @dataclass(frozen=True, eq=False)
-class Int4View:
-    """One packed matrix of every expert. perm: the input that each column takes, of a single matrix."""
-
-    codes: Tensor
-    scales: Tensor
-    zeros: Tensor | None
-    mins: Tensor | None
-    perm: Tensor | None
-    bias: Tensor | None
-    n: int
-    k: int
-    group: int
+class Int4View(MatrixView):
+    """One packed matrix of every expert. perm: of a single matrix."""
 
     @classmethod
     def of(cls, matrix: WordMatrix, bias: Tensor | None) -> Int4View:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hal_core.op_parts import MatrixView
 from hal_core.triton.layout import step_size
 
 if TYPE_CHECKING:
@@ -16,18 +17,9 @@ __all__ = ["FloatMatrix", "IntegerMatrix"]
 
 
 @dataclass(frozen=True, eq=False)
-class IntegerMatrix:
+class IntegerMatrix(MatrixView):
     """Packed weights as ``integer_gemm`` reads them; group 0: one scale a row."""
 
-    codes: Tensor
-    scales: Tensor
-    zeros: Tensor | None
-    mins: Tensor | None
-    perm: Tensor | None
-    bias: Tensor | None
-    n: int
-    k: int
-    group: int
     bits: int
 
     @classmethod

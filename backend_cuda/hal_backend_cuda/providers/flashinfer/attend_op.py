@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from typing import TYPE_CHECKING
 
 import torch
+
+from hal_core.op_parts import Numbered
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,15 +15,9 @@ if TYPE_CHECKING:
 
 __all__ = ["enrol", "traced"]
 
-_NUMBERS = itertools.count()
-_NUMBERED: weakref.WeakValueDictionary[int, FlashInferKVOp] = weakref.WeakValueDictionary()
-
-
-def enrol(op: FlashInferKVOp) -> int:
-    """A number by which a compiled graph finds the op."""
-    number = next(_NUMBERS)
-    _NUMBERED[number] = op
-    return number
+_NUMBERED: Numbered[FlashInferKVOp] = Numbered()
+#: A number by which a compiled graph finds the op.
+enrol = _NUMBERED.enrol
 
 
 def _attend(

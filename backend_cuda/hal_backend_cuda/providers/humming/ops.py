@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +19,7 @@ from hal_backend_cuda.providers.humming.runtime import (
 from hal_backend_cuda.providers.inputs import on_cuda
 from hal_backend_cuda.providers.steps import Route
 from hal_core.dtypes import torch_dtype
-from hal_core.op_parts import check_out, check_routing, check_rows
+from hal_core.op_parts import Numbered, check_out, check_routing, check_rows
 from hal_core.ops import MoEExperts, QuantLinear
 from hal_core.triton.repeat import Repeats, room
 from hal_core.weight_checks import check_linear_weights, check_moe_weights, check_same_kind, kinds_of
@@ -164,8 +162,7 @@ class HummingExperts(_Repeating, MoEExperts):
 
     def _enrol(self) -> None:
         """A number of its own, by which a compiled graph finds it; copies get others."""
-        self.number = next(_NUMBERS)
-        _NUMBERED[self.number] = self
+        self.number = _NUMBERED.enrol(self)
 
     def workspace_size(self, max_tokens: int) -> int:
         return 0
@@ -179,8 +176,7 @@ class HummingExperts(_Repeating, MoEExperts):
         self.second.refill(second)
 
 
-_NUMBERS = itertools.count()
-_NUMBERED: weakref.WeakValueDictionary[int, HummingExperts] = weakref.WeakValueDictionary()
+_NUMBERED: Numbered[HummingExperts] = Numbered()
 
 
 def _experts(x: Tensor, ids: Tensor, weights: Tensor, expert_map: Tensor | None, number: int, reduce: bool) -> Tensor:
