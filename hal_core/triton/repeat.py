@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from triton.runtime import driver
 
+from hal_core.triton.relaunch import DriverLaunch, Launch, relaunched, watched
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
@@ -104,34 +106,6 @@ def made(function: Callable[..., Tensor], *args: Any, **named: Any) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class _Launch:
-    """places: (argument, which tensor of the call, bytes from its beginning)."""
-
-    run: Any
-    head: tuple[int, ...]
-    function: Any
-    metadata: Any
-    args: tuple[Any, ...]
-    places: tuple[tuple[int, int, int], ...]
-
-    def again(self, stream: int, tensors: list[Tensor | None], pointers: list[int]) -> None:
-        args = list(self.args)
-        for at, source, offset in self.places:
-            args[at] = pointers[source] + offset
-        self.run(*self.head, stream, self.function, self.metadata, None, None, None, *args)
-
-    def bound(self, first: int, rooms: list[Tensor]) -> _Launch:
-        """With the tensors from number ``first`` on in their places."""
-        args, places = list(self.args), []
-        for at, source, offset in self.places:
-            if first <= source < first + len(rooms):
-                args[at] = rooms[source - first].data_ptr() + offset
-            else:
-                places.append((at, source, offset))
-        return replace(self, args=tuple(args), places=tuple(places))
-
-
-@dataclass(frozen=True, eq=False)
 class _Call:
     """places: (argument, which tensor of the call; shape, strides and offset in elements where it is a view of that)."""
 
@@ -152,7 +126,7 @@ class _Call:
             pointers.append(result.data_ptr())
 
     def bound(self, first: int, rooms: list[Tensor]) -> _Call:
-        """As :meth:`_Launch.bound`."""
+        """With the tensors from number ``first`` on in their places."""
         args, places = list(self.args), []
         for at, source, view in self.places:
             if first <= source < first + len(rooms):
@@ -170,7 +144,7 @@ def _viewed(tensor: Tensor | None, view: tuple[Any, ...]) -> Tensor:
 
 #: Memory of the calls on a stream, which follow one another; by device and the stream's handle.
 _shared: dict[tuple[int, int], Tensor] = {}
-#: The launches of a call that uses it go together, whatever other threads do.
+#: The launches of a call go together, whatever other threads do: they share that memory, and a launch's parameters with other calls.
 _turn = threading.Lock()
 
 
@@ -195,7 +169,7 @@ class _Recorded:
     steps with its addresses.
     """
 
-    steps: tuple[_Launch | _Call, ...]
+    steps: tuple[Launch | DriverLaunch | _Call, ...]
     inputs: int
     rooms: tuple[tuple[Any, ...], ...]
     size: int
@@ -206,11 +180,13 @@ class _Recorded:
 
     def again(self, tensors: list[Tensor | None], pointers: list[int]) -> None:
         stream = driver.active.get_current_stream(self.device)
-        if not self.size or self.size > _SHARED or torch.cuda.is_current_stream_capturing():
+        # the default stream has the handle 0 and cannot be captured
+        if not self.size or self.size > _SHARED or (stream and torch.cuda.is_current_stream_capturing()):
             for shape, dtype, _, _ in self.rooms:
                 tensors.append(torch.empty(shape, dtype=dtype, device=_device(self.device)))
                 pointers.append(tensors[-1].data_ptr())  # type: ignore[union-attr]
-            self._run(self.steps, stream, tensors, pointers)
+            with _turn:
+                self._run(self.steps, stream, tensors, pointers)
             return
         with _turn:
             memory = _memory(self.device, stream, self.size)
@@ -223,7 +199,7 @@ class _Recorded:
             self._run(bound[1], stream, tensors, pointers)
 
     @staticmethod
-    def _run(steps: tuple[_Launch | _Call, ...], stream: int, tensors: list[Tensor | None], pointers: list[int]) -> None:
+    def _run(steps: tuple[Launch | DriverLaunch | _Call, ...], stream: int, tensors: list[Tensor | None], pointers: list[int]) -> None:
         for step in steps:
             step.again(stream, tensors, pointers)
 
@@ -262,7 +238,7 @@ class Repeats:
             pointers.append(0 if tensor is None else tensor.data_ptr())
             bits |= pointers[-1]
         found = self.known.get(key)
-        if found is not None and not bits % _ALIGNED and driver.active.get_current_device() == found.device:
+        if found is not None and not bits % _ALIGNED and driver.active.get_current_device() == found.device and not watched():
             found.again([*tensors], pointers)
         elif found is None and not bits % _ALIGNED and _recordable(tensors):
             self._record(key, tensors, call)
@@ -324,7 +300,7 @@ def _recorded(recorder: _Recorder, tensors: tuple[Tensor | None, ...]) -> _Recor
     return _Recorded(steps, len(tensors), tuple(rooms), size, constants, driver.active.get_current_device(), bool(results))
 
 
-def _launch(event: _Event, moving: list[Tensor | None], source: Callable[[Tensor], int | None]) -> _Launch:
+def _launch(event: _Event, moving: list[Tensor | None], source: Callable[[Tensor], int | None]) -> Launch | DriverLaunch:
     args, places = list(event.args), []
     for at, value in enumerate(event.args):
         if isinstance(value, torch.Tensor):
@@ -332,8 +308,7 @@ def _launch(event: _Event, moving: list[Tensor | None], source: Callable[[Tensor
             index = source(value)
             if index is not None:
                 places.append((at, index, args[at] - moving[index].data_ptr()))  # type: ignore[union-attr]
-    kernel = event.target
-    return _Launch(kernel.run, event.grid, kernel.function, kernel.packed_metadata, tuple(args), tuple(places))
+    return relaunched(Launch(event.target, event.grid, tuple(args), tuple(places)))
 
 
 def _call(event: _Event, moving: list[Tensor | None], source: Callable[[Tensor], int | None]) -> _Call:

@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs triton")
 
-from hal_core.triton import repeat
+from hal_core.triton import relaunch, repeat
 from hal_core.triton.repeat import Repeats, called, launched, made, room
 
 CPU = torch.device("cpu")
@@ -54,11 +54,54 @@ class Kernel:
         launched(self, (3,), values, self)
 
 
+class DriverKernel(Kernel):
+    """As Triton's compiled kernels say what they are; the driver's call finds its parameters in memory."""
+
+    function, packed_metadata, refused = 99, (4, 1, 512), 0
+    src = types.SimpleNamespace(signature={"out_ptr": "*fp32", "source_ptr": "*fp32", "count": "i32", "FACTOR": "fp32"})
+    plain = types.SimpleNamespace(
+        num_ctas=1, global_scratch_size=0, profile_scratch_size=0, launch_cooperative_grid=False, launch_pdl=False
+    )
+
+    def __init__(self, **launcher):
+        super().__init__()
+        self.by_triton, self.launcher = 0, types.SimpleNamespace(**{**vars(self.plain), **launcher})
+
+    @property
+    def run(self):
+        return _Launcher(self)
+
+    def driver(self, function, *rest):
+        sizes, stream, parameters = [size.value for size in rest[:7]], rest[7].value, rest[8]
+        assert (function.value, sizes, stream, len(parameters), rest[9]) == (99, [3, 1, 1, 128, 1, 1, 512], 7, 6, None)
+        if self.refused:
+            return self.refused
+        out, source = (ctypes.cast(ctypes.c_void_p.from_address(where).value, ctypes.POINTER(ctypes.c_float)) for where in parameters[:2])
+        count, factor = ctypes.c_int.from_address(parameters[2]).value, ctypes.c_float.from_address(parameters[3]).value
+        for index in range(count):
+            out[index] = source[index] * factor
+        self.ran += 1
+        return 0
+
+
+class _Launcher:
+    """Triton's, with what it says of itself."""
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+        vars(self).update(vars(kernel.launcher))
+
+    def __call__(self, x, y, z, stream, function, metadata, *rest):
+        assert (function, metadata) == (99, (4, 1, 512))
+        Kernel.run(self.kernel, x, y, z, stream, "function", "metadata", *rest)
+        self.kernel.by_triton += 1
+
+
 class Op:
     """``out = (2 x + bias) * 3``, by two launches and two calls."""
 
-    def __init__(self, shared=True):
-        self.kernel, self.repeats, self.slow = Kernel(), Repeats(), 0
+    def __init__(self, shared=True, kernel=None):
+        self.kernel, self.repeats, self.slow = kernel or Kernel(), Repeats(), 0
         self.bias, self.size = torch.ones(4), 0 if shared else repeat._SHARED
 
     def apply(self, x, out):
@@ -87,6 +130,59 @@ def test_a_call_is_repeated_with_other_tensors(shared):
         check(op, rows)
     assert (op.slow, op.kernel.ran) == (2, 6)
     op.bias.add_(1.0)  # an update in place
+    check(op, 2)
+    assert op.slow == 2
+
+
+@pytest.fixture
+def driven(monkeypatch):
+    """A kernel that the driver launches."""
+    kernel = DriverKernel()
+    monkeypatch.setattr(relaunch, "_driver_call", lambda: kernel.driver)
+    return kernel
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "made_anew"])
+def test_the_driver_launches_with_the_pointers_of_each_call(driven, shared):
+    op = Op(shared, driven)
+    for rows in (2, 5, 2, 5, 2):
+        check(op, rows)
+    assert (op.slow, driven.ran, driven.by_triton) == (2, 6, 0)
+
+
+def test_what_the_driver_refuses_is_launched_by_triton(driven):
+    op = Op(kernel=driven)
+    driven.refused = 201
+    for _ in range(2):
+        check(op, 2)
+    assert (driven.ran, driven.by_triton) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    "told", [{"num_ctas": 2}, {"launch_pdl": True}, {"launch_cooperative_grid": True}, {"global_scratch_size": 8}, {"gsan_enabled": True}],
+    ids=str,
+)  # fmt: skip
+def test_what_is_no_plain_launch_stays_with_triton(driven, told):
+    driven.launcher = types.SimpleNamespace(**{**vars(driven.plain), **told})
+    op = Op(kernel=driven)
+    for _ in range(2):
+        check(op, 2)
+    assert driven.by_triton == 2
+
+
+@pytest.mark.parametrize("told", [{"FACTOR": "bf16"}, {"more": "i32"}], ids=str)
+def test_parameters_that_are_not_understood_stay_with_triton(driven, monkeypatch, told):
+    launch = relaunch.Launch(driven, (3, 1, 1), (0, 0, 4, 2.0), ())
+    assert isinstance(relaunch.relaunched(launch), relaunch.DriverLaunch)
+    monkeypatch.setattr(driven, "src", types.SimpleNamespace(signature={**driven.src.signature, **told}))
+    assert relaunch.relaunched(launch) is launch
+
+
+@pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
+def test_who_watches_launches_is_told_by_triton(driven, monkeypatch, hook):
+    op = Op(kernel=driven)
+    check(op, 2)
+    monkeypatch.setattr(relaunch.knobs.runtime, hook, lambda metadata: None)
     check(op, 2)
     assert op.slow == 2
 
