@@ -58,6 +58,10 @@ class Epilogue:
     router: str = "none"
 
 
+#: Nothing follows, or nothing came before.
+_NOTHING = Epilogue()
+
+
 @dataclass(frozen=True, eq=False)
 class Route:
     """Which rows go through which matrix; ``tiles`` is the most that there can be.
@@ -288,14 +292,19 @@ def weighted_sum(
     run(routing.weighted_sum, (tokens, -(-width // block)), values, max(1, block // 256), 1)
 
 
+def _activation_values(up: Tensor, gate: Tensor | None, epilogue: Epilogue) -> dict[str, Any]:
+    return {
+        "gate_ptr": up if gate is None else gate, "stride": up.stride(0), "alpha": float(epilogue.alpha),
+        "limit": float(epilogue.limit or 0.0), "KIND": epilogue.kind, "GATED": gate is not None, "LIMIT": epilogue.limit is not None,
+    }  # fmt: skip
+
+
 def activate(up: Tensor, gate: Tensor | None, out: Tensor, epilogue: Epilogue) -> None:
     """``act(gate) * up``, or ``act(up)``; ``up`` and ``gate [R, width]`` may be halves of one tensor."""
     rows, width = out.shape
     tall, wide = (1, 256) if rows <= 64 else (4, 256)
     values = {
-        "up_ptr": up, "gate_ptr": up if gate is None else gate, "out_ptr": out, "rows": rows, "width": width, "stride": up.stride(0),
-        "alpha": float(epilogue.alpha), "limit": float(epilogue.limit or 0.0), "KIND": epilogue.kind, "GATED": gate is not None,
-        "LIMIT": epilogue.limit is not None, "BR": tall, "BI": wide,
+        "up_ptr": up, "out_ptr": out, "rows": rows, "width": width, "BR": tall, "BI": wide, **_activation_values(up, gate, epilogue),
     }  # fmt: skip
     run(routing.activate_rows, (-(-rows // tall), -(-width // wide)), values, 1 if tall == 1 else 4, 1)
 
@@ -314,21 +323,27 @@ def _scale_room(rows: int, groups: int, device: torch.device) -> Tensor:
     return room((-(-rows // 4) * 4, groups), torch.float32, device)[:rows]
 
 
-def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """``x [rows, k]`` to int8 codes and float32 scales ``[rows]``, one a token."""
+def quantize_int8(x: Tensor, gate: Tensor | None = None, epilogue: Epilogue = _NOTHING) -> tuple[Tensor, Tensor]:
+    """``x [rows, k]`` to int8 codes and float32 scales ``[rows]``, one a token.
+
+    gate, epilogue: what is quantized is the activation of both as :func:`activate` rounds it to the dtype of ``x``.
+    """
     rows, k = x.shape
     codes, scales = room(x.shape, torch.int8, x.device), _scale_room(rows, 1, x.device)[:, 0]
     if rows:
         width = min(4096, max(64, 1 << (k - 1).bit_length()))
-        run(quantizers.int8_tokens, (rows,), {"x_ptr": x, "q_ptr": codes, "s_ptr": scales, "K": k, "BK": width}, 4, 1)
+        values = {"x_ptr": x, "q_ptr": codes, "s_ptr": scales, "K": k, "BK": width, **_activation_values(x, gate, epilogue)}
+        run(quantizers.int8_tokens, (rows,), values, 4, 1)
     return codes, scales
 
 
-def quantize_fp8(x: Tensor, group: int | None, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
+def quantize_fp8(
+    x: Tensor, group: int | None, dtype: torch.dtype = torch.float8_e4m3fn, gate: Tensor | None = None, epilogue: Epilogue = _NOTHING
+) -> tuple[Tensor, Tensor]:
     """``x [rows, k]`` to e4m3 codes and float32 scales ``[rows, ceil(k / group)]``; no group: one scale a token.
 
     dtype: also float8_e4m3fnuz, whose numbers are half those of the same code in float8_e4m3fn. Its scales are twice as large, so that
-    both stand for the same numbers.
+    both stand for the same numbers. gate, epilogue: as of :func:`quantize_int8`.
     """
     rows, k = x.shape
     width = 1 << (k - 1).bit_length() if group is None else group
@@ -340,6 +355,7 @@ def quantize_fp8(x: Tensor, group: int | None, dtype: torch.dtype = torch.float8
         top = 224.0 if dtype == torch.float8_e4m3fnuz else 448.0
         values = {
             "x_ptr": x, "q_ptr": codes, "s_ptr": scales, "rows": rows, "K": k, "groups": groups, "GROUP": width, "BM": bm, "TOP": top,
+            **_activation_values(x, gate, epilogue),
         }  # fmt: skip
         run(quantizers.fp8_groups, (-(-rows // bm), groups), values, 4, 1)
     return codes, scales

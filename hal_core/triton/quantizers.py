@@ -1,7 +1,12 @@
-"""Activations to int8 with one scale a token, and to fp8 with one scale for every group of columns."""
+"""Activations to int8 with one scale a token, and to fp8 with one scale for every group of columns.
+
+Both take what they quantize as it lies, or compute it: the activation of rows ``stride`` elements apart, rounded to their type.
+"""
 
 import triton
 import triton.language as tl
+
+from hal_core.triton.epilogue import activated
 
 __all__ = ["fp8_groups", "int8_tokens"]
 
@@ -18,7 +23,18 @@ def _finite(x):
 
 
 @triton.jit
-def int8_tokens(x_ptr, q_ptr, s_ptr, K, BK: tl.constexpr):
+def _values(x_ptr, gate_ptr, at, mask, alpha, limit, KIND: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr):
+    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    if KIND != "none":
+        gate = tl.load(gate_ptr + at, mask=mask, other=0.0).to(tl.float32) if GATED else x
+        x = activated(x, gate, alpha, limit, KIND, GATED, LIMIT).to(x_ptr.dtype.element_ty).to(tl.float32)
+    return x
+
+
+@triton.jit
+def int8_tokens(
+    x_ptr, gate_ptr, q_ptr, s_ptr, K, stride, alpha, limit, KIND: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
     """One program a row: ``q = x / s`` in -127..127 with ``s = max(abs(x)) / 127``; a row with NaN or infinity gets the scale NaN."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BK)
@@ -26,7 +42,7 @@ def int8_tokens(x_ptr, q_ptr, s_ptr, K, BK: tl.constexpr):
     spoilt = tl.zeros((BK,), tl.int32)
     for first in range(0, K, BK):
         k = first + lane
-        x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0).to(tl.float32)
+        x = _values(x_ptr, gate_ptr, row * stride + k, k < K, alpha, limit, KIND, GATED, LIMIT)
         good = _finite(x)
         largest = tl.maximum(largest, tl.where(good, tl.abs(x), 0.0))
         spoilt = spoilt | (1 - good.to(tl.int32))
@@ -36,21 +52,23 @@ def int8_tokens(x_ptr, q_ptr, s_ptr, K, BK: tl.constexpr):
     tl.store(s_ptr + row, tl.where(bad, float("nan"), scale))
     for first in range(0, K, BK):
         k = first + lane
-        x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0).to(tl.float32)
+        x = _values(x_ptr, gate_ptr, row * stride + k, k < K, alpha, limit, KIND, GATED, LIMIT)
         code = _nearest(tl.div_rn(tl.where(_finite(x), x, 0.0), scale))
         code = tl.minimum(tl.maximum(code, -127.0), 127.0)
         tl.store(q_ptr + row * K + k, code.to(tl.int8), mask=k < K)
 
 
 @triton.jit
-def fp8_groups(x_ptr, q_ptr, s_ptr, rows, K, groups, GROUP: tl.constexpr, BM: tl.constexpr, TOP: tl.constexpr):
+def fp8_groups(
+    x_ptr, gate_ptr, q_ptr, s_ptr, rows, K, groups, stride, alpha, limit,
+    KIND: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, TOP: tl.constexpr,
+):  # fmt: skip
     """``q = x / s`` in e4m3 with ``s = max(abs(x)) / TOP`` of GROUP columns; what is not finite becomes NaN and has no part in it."""
     row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
     group = tl.program_id(1)
     k = group * GROUP + tl.arange(0, GROUP)
     mask = (row < rows)[:, None] & (k < K)[None, :]
-    at = row[:, None] * K + k[None, :]
-    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    x = _values(x_ptr, gate_ptr, row[:, None] * stride + k[None, :], mask, alpha, limit, KIND, GATED, LIMIT)
     good = _finite(x)
     top = tl.max(tl.where(good, tl.abs(x), 0.0), axis=1)
     scale = tl.where(top > 0, tl.div_rn(top, TOP), 1.0)
@@ -58,5 +76,5 @@ def fp8_groups(x_ptr, q_ptr, s_ptr, rows, K, groups, GROUP: tl.constexpr, BM: tl
     # the largest may round above 448, where e4m3 has only NaN; what the hardware's conversion makes of such numbers differs
     code = tl.minimum(tl.maximum(code, -TOP), TOP)
     code = tl.where(good, code, float("nan"))
-    tl.store(q_ptr + at, code.to(q_ptr.dtype.element_ty), mask=mask)
+    tl.store(q_ptr + row[:, None] * K + k[None, :], code.to(q_ptr.dtype.element_ty), mask=mask)
     tl.store(s_ptr + row * groups + group, scale, mask=row < rows)

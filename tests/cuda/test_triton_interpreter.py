@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 
 import pytest
@@ -97,3 +98,18 @@ def test_quantizers_round_to_nearest(rows, k):
     x[0, :3] = torch.tensor([float("nan"), float("inf"), 5.0])
     assert launch.quantize_int8(x)[1][0].isnan()
     assert launch.quantize_fp8(x, 128)[0][0, :2].float().isnan().all()
+
+
+@pytest.mark.parametrize(("kind", "limit", "gated"), [("silu", None, True), ("swiglu_oai", 0.7, True), ("relu2", 0.7, False)])
+@pytest.mark.parametrize("group", ["int8", None, 128])
+def test_an_activation_is_quantized_as_if_it_had_been_written(kind, limit, gated, group):
+    y = (torch.randn(5, 2 * 200) * 3).to(torch.bfloat16)
+    y[1, 7] = float("nan")
+    gate, up = (y[:, :200], y[:, 200:]) if gated else (None, y)
+    epilogue, between = launch.Epilogue(kind, 1.702, limit), torch.empty_like(up, memory_format=torch.contiguous_format)
+    launch.activate(up, gate, between, epilogue)
+    quantize = launch.quantize_int8 if group == "int8" else functools.partial(launch.quantize_fp8, group=group)
+    (codes, scales), (wanted, wanted_scales) = quantize(up, gate=gate, epilogue=epilogue), quantize(between)
+    assert wanted_scales.nan_to_num(0).count_nonzero() >= 4
+    assert torch.equal(scales.nan_to_num(-1.0), wanted_scales.nan_to_num(-1.0))
+    assert torch.equal(codes.view(torch.uint8), wanted.view(torch.uint8))

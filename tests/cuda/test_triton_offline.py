@@ -130,16 +130,18 @@ def test_every_activation_compiles(kind):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_sorting_and_quantizers_compile(arch):
-    experts = 512 if arch == 90 else 128
+    experts = {80: 128, 90: 512, 100: 8}[arch]
     with triton_offline.compiling(arch) as found:
-        for tokens in (32, 1000):
+        for tokens in (8, 32, 1000):
             ids = torch.empty(tokens, K, dtype=torch.int64, device=META)
             flag = torch.empty(2, dtype=torch.int64, device=META)
             launch.sorted_by_expert(ids, ids, None, experts, experts, 64, flag)
         x = torch.empty(33, 5120, dtype=torch.bfloat16, device=META)
         launch.quantize_int8(x)
+        launch.quantize_int8(x[:, 2560:], x[:, :2560], launch.Epilogue("silu"))
         if arch >= 89:
             launch.quantize_fp8(x, 128)
+            launch.quantize_fp8(x[:, 2560:], 128, gate=x[:, :2560], epilogue=launch.Epilogue("silu"))
             launch.quantize_fp8(x, None)
         launch.widened(integer(4096, 4096, lead=()), 0, torch.empty(4096, 4096, dtype=torch.bfloat16, device=META))
     check(found, arch, "")

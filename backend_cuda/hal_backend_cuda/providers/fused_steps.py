@@ -14,8 +14,9 @@ from hal_core.reference.activations import SWIGLU_OAI_ALPHA
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hal_backend_cuda.providers.steps import MoESteps, Route
+    from hal_backend_cuda.providers.steps import MoESteps, Quantize, Route
     from hal_core.spec import Activation
+    from hal_core.triton.launch import Epilogue
 
 __all__ = ["TritonSteps", "fastest_steps"]
 
@@ -28,6 +29,16 @@ def fastest_steps(device: torch.device, experts: int) -> MoESteps:
     if device.type != "cuda" or util.find_spec("triton") is None:
         return TorchSteps()
     return TritonSteps(device, experts)
+
+
+def _parts(y: Tensor, activation: Activation, gated: bool) -> tuple[Tensor, Tensor | None, Epilogue]:
+    """Up and gate as halves of the rows, and what is done with them."""
+    from hal_core.triton.launch import Epilogue
+
+    width = y.shape[1] // (2 if gated else 1)
+    gate, up = (y[:, :width], y[:, width:]) if gated else (None, y)
+    alpha = SWIGLU_OAI_ALPHA if activation.alpha is None else activation.alpha
+    return up, gate, Epilogue(activation.kind, alpha, activation.limit)
 
 
 class TritonSteps:
@@ -69,12 +80,13 @@ class TritonSteps:
         from hal_core.triton import launch
         from hal_core.triton.repeat import room
 
-        width = y.shape[1] // (2 if gated else 1)
-        out = room((y.shape[0], width), y.dtype, y.device)
-        alpha = SWIGLU_OAI_ALPHA if activation.alpha is None else activation.alpha
-        gate, up = (y[:, :width], y[:, width:]) if gated else (None, y)
-        launch.activate(up, gate, out, launch.Epilogue(activation.kind, alpha, activation.limit))
+        up, gate, epilogue = _parts(y, activation, gated)
+        out = room(up.shape, y.dtype, y.device)
+        launch.activate(up, gate, out, epilogue)
         return out
+
+    def quantized(self, y: Tensor, activation: Activation, gated: bool, quantize: Quantize) -> tuple[Tensor, Tensor | None]:
+        return quantize(*_parts(y, activation, gated))
 
     def reduce(self, y: Tensor, route: Route, scaling: float, out: Tensor) -> None:
         from hal_core.triton import launch

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from hal_core.spec import Activation
+    from hal_core.triton.launch import Epilogue
 
-__all__ = ["MoESteps", "Route", "Sorted", "TorchSteps"]
+__all__ = ["MoESteps", "Quantize", "Route", "Sorted", "TorchSteps"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +56,12 @@ class Sorted:
     padded: Tensor
 
 
+class Quantize(Protocol):
+    """Rows to codes and scales: those given, or the activation of them and of ``gate``."""
+
+    def __call__(self, x: Tensor, gate: Tensor | None = None, epilogue: Epilogue | None = None) -> tuple[Tensor, Tensor | None]: ...
+
+
 class MoESteps(Protocol):
     """What an experts block needs besides its two products. Nothing waits for the device.
 
@@ -68,6 +75,9 @@ class MoESteps(Protocol):
 
     def activate(self, y: Tensor, activation: Activation, gated: bool) -> Tensor:
         """``[R, 2 I]``, gate before up, or ``[R, I]`` ungated, to ``[R, I]`` in the same dtype, computed in float32."""
+
+    def quantized(self, y: Tensor, activation: Activation, gated: bool, quantize: Quantize) -> tuple[Tensor, Tensor | None]:
+        """What :meth:`activate` gives, as codes and scales."""
 
     def reduce(self, y: Tensor, route: Route, scaling: float, out: Tensor) -> None:
         """``out [T, H] = scaling * sum over slots of weights * y [T * k, H]``, or each slot's part where out is ``[T, k, H]``.
@@ -102,6 +112,9 @@ class TorchSteps:
     def activate(self, y: Tensor, activation: Activation, gated: bool) -> Tensor:
         gate, up = y.float().chunk(2, dim=-1) if gated else (None, y.float())
         return activate(activation, up, gate).to(y.dtype)
+
+    def quantized(self, y: Tensor, activation: Activation, gated: bool, quantize: Quantize) -> tuple[Tensor, Tensor | None]:
+        return quantize(self.activate(y, activation, gated))
 
     def reduce(self, y: Tensor, route: Route, scaling: float, out: Tensor) -> None:
         slots = y.view(*route.ids.shape, -1).float()

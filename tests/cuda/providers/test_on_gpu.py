@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import math
 from dataclasses import replace
 
@@ -171,6 +172,18 @@ def test_fused_steps_equal_plain_ones(tokens, mapped):
     fused.reduce(y, route, 2.0, left)
     plain.reduce(y, route, 2.0, right)
     assert error(left, right) < 4e-3
+
+
+@pytest.mark.parametrize("name", ["w4a8_int8", "w4a8_fp8", "fp8_block"])
+@pytest.mark.parametrize(("rows", "width"), [(8, 768), (500, 768), (3, 5120)])
+def test_activations_are_quantized_as_if_they_had_been_written(name, rows, width):
+    recipe, fused = next(recipe for recipe in RECIPES if recipe.name == name), TritonSteps(DEVICE)
+    y = (torch.randn(rows, 2 * width, device=DEVICE) * 3).bfloat16()
+    y[0, 5] = math.nan
+    found = fused.quantized(y, SPEC.activation, True, functools.partial(runtime.quantize_rows, recipe))
+    wanted = runtime.quantize_rows(recipe, fused.activate(y, SPEC.activation, True))
+    for one, two in zip(found, wanted, strict=True):
+        assert torch.equal(one.view(torch.uint8), two.view(torch.uint8))
 
 
 def cache(kind, rows, pages_each=4):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -151,10 +152,17 @@ class HummingExperts(_Repeating, MoEExperts):
         codes, scales = quantize_rows(self.recipe, rows)
         wide = room((count, self.wide), self.dtype, rows.device)
         self._modules["first"].launch(codes, scales, wide, order, top_k=spec.top_k)
-        codes, scales = quantize_rows(self.recipe, steps.activate(wide, spec.activation, spec.gate is not None))
+        codes, scales = self._activated(wide)
         slots = room((count, spec.hidden), self.dtype, rows.device)
         self._modules["second"].launch(codes, scales, slots, order)
         steps.reduce(slots, route, spec.routed_scaling, y)
+
+    def _activated(self, wide: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What the second product takes."""
+        activation, gated = self.spec.activation, self.spec.gate is not None
+        if self.recipe.quant is None:
+            return self.steps.activate(wide, activation, gated), None
+        return self.steps.quantized(wide, activation, gated, functools.partial(quantize_rows, self.recipe))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

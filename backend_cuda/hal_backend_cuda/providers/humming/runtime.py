@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hal_backend_cuda.providers.humming.recipes import Recipe
     from hal_backend_cuda.providers.humming.tables import Row
     from hal_core.schemes import WeightScheme
+    from hal_core.triton.launch import Epilogue
 
 __all__ = ["HummingMatrix", "Problem", "compile_dense", "compile_experts", "library", "quantize_rows"]
 
@@ -132,17 +133,21 @@ class HummingMatrix(FixedBuffers):
         )  # fmt: skip
 
 
-def quantize_rows(recipe: Recipe, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Rows of activations as the recipe's products take them: ``(codes, scales [M, 1] or [M, K / group])``, or ``(x, None)``."""
+def quantize_rows(recipe: Recipe, x: Tensor, gate: Tensor | None = None, epilogue: Epilogue | None = None) -> tuple[Tensor, Tensor | None]:
+    """Rows of activations as the recipe's products take them: ``(codes, scales [M, 1] or [M, K / group])``, or ``(x, None)``.
+
+    gate, epilogue: of a recipe that quantizes, the activation of both, as this project's quantizers take it.
+    """
     if recipe.quant is None:
         return x, None
     # Humming's own make numbers of NaN
     from hal_core.triton.launch import quantize_fp8, quantize_int8
 
+    source = {} if epilogue is None else {"gate": gate, "epilogue": epilogue}
     if recipe.quant.dtype == "int8":
-        codes, scales = quantize_int8(x)
+        codes, scales = quantize_int8(x, **source)
         return codes, scales[:, None]
-    return quantize_fp8(x, recipe.input_group or None)
+    return quantize_fp8(x, recipe.input_group or None, **source)
 
 
 def compile_dense(matrix: HummingMatrix) -> None:
