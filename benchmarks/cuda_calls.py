@@ -186,7 +186,7 @@ def attention(profile: bool) -> None:
         for batch, context in ((64, 4096), (1, 32768), (1, 128)):
             c = Cache(kind, batch, context)
             own = functools.partial(c.plan(graph=False).run, c.q, c.op.cache(c.pages), k_scale=1.0, v_scale=1.0, out=c.out)
-            compared(f"attend_planned {kind} {context}", batch, c.attend_planned, own, False)
+            compared(f"attend_only {kind} {context}", batch, c.attend_only, own, False)
             own = functools.partial(own, return_lse=True)
             compared(f"attend {kind} {context}", batch, c.attend, own, profile and context == 128)
 

@@ -21,6 +21,7 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
+from hal_backend_cuda.kernels import KERNELS as OWN_KERNELS
 from hal_backend_cuda.providers.humming import runtime
 from hal_backend_cuda.providers.kernels import KERNELS
 from hal_backend_cuda.providers.steps import Route
@@ -38,8 +39,10 @@ from hal_core.spec import Activation, KVCacheSpec, LinearSpec, MoESpec
 from hal_core.testing.data import random_input, random_weight, to_device
 
 BY_NAME = {kernel.name: kernel for kernel in KERNELS}
+OWN_LINEAR = next(kernel for kernel in OWN_KERNELS if kernel.name == "linear_triton")
 DEVICE = torch.device("cuda", 0)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
+LINEAR_ROWS = (1, 4, 16, 64, 128, 512, 1024, 4096)
 RECIPES = [
     ("w4a16", "int4:g128"), ("w4a16", "int4:g32:zero"), ("w4a16", "int4:channel"), ("w8a16", "int8:g128"), ("w4a8_int8", "int4:g128"),
     ("w4a8_fp8", "int4:g128"), ("w8a8", "int8:channel"), ("fp8_block", "fp8_e4m3:b128x128"), ("fp8_channel", "fp8_e4m3:channel"),
@@ -268,16 +271,25 @@ def experts(name="w4a16"):
         experts_of(tokens, ops, rate)
 
 
-def dense():
-    serve_only(1, 16, 64, 512)
-    kernel, scheme, rng = BY_NAME["linear_humming_w4a16"], WeightScheme.parse("int4:g128"), torch.Generator(device=DEVICE).manual_seed(0)
-    ops = [kernel.prepare(LinearSpec(4096, 4096, scheme), LinearWeights(big_weight(scheme, (4096, 4096), rng))) for _ in range(24)]
-    for m in (1, 16, 64, 512):
-        x = torch.randn(m, 4096, device=DEVICE, generator=rng).bfloat16()
-        out = torch.empty(m, 4096, dtype=torch.bfloat16, device=DEVICE)
-        whole = [functools.partial(op.apply, x, out=out) for op in ops]
+def dense_of(n, k, count):
+    """Humming's linear and its bare launches beside this backend's own Triton kernel, over the same weights in rotation."""
+    serve_only(*LINEAR_ROWS)
+    scheme, rng = WeightScheme.parse("int4:g128"), torch.Generator(device=DEVICE).manual_seed(0)
+    weights = [LinearWeights(big_weight(scheme, (n, k), rng)) for _ in range(count)]
+    ops, own = ([kernel.prepare(LinearSpec(n, k, scheme), w) for w in weights] for kernel in (BY_NAME["linear_humming_w4a16"], OWN_LINEAR))
+    for m in LINEAR_ROWS:
+        x = torch.randn(m, k, device=DEVICE, generator=rng).bfloat16()
+        out = torch.empty(m, n, dtype=torch.bfloat16, device=DEVICE)
+        whole, triton = ([functools.partial(op.apply, x, out=out) for op in found] for found in (ops, own))
         bare = [functools.partial(op.matrix.launch, x, None, out) for op in ops]
-        record("dense", m=m, graph_us=graphed(whole), bare_graph_us=graphed(bare), call_us=walled(whole[0]), bare_call_us=walled(bare[0]))
+        found = {"graph_us": graphed(whole), "bare_graph_us": graphed(bare), "triton_graph_us": graphed(triton)}
+        found |= {"triton_ratio": found["triton_graph_us"] / found["bare_graph_us"]}
+        record("dense", n=n, k=k, m=m, **found, call_us=walled(whole[0]), bare_call_us=walled(bare[0]))
+
+
+def dense():
+    dense_of(4096, 4096, 32)
+    dense_of(12288, 4096, 12)
 
 
 def attention_reference(q, k, v):
@@ -315,8 +327,8 @@ class Cache:
     def attend(self):
         return self.op.attend(self.q, self.pages, *self.batch(), out=self.out)
 
-    def attend_planned(self):
-        return self.op.attend_planned(self.q, self.pages, out=self.out)
+    def attend_only(self):
+        return self.op.attend_only(self.q, self.pages, *self.batch(), out=self.out)
 
 
 def attention_numerics(kind):
@@ -345,15 +357,15 @@ def attention_numerics(kind):
 def attention_of(kind, batch, context):
     c = Cache(kind, batch, context)
     bare = functools.partial(c.plan(graph=False).run, c.q, c.op.cache(c.pages), k_scale=1.0, v_scale=1.0, out=c.out)
-    calls = {"bare": bare, "bare_lse": functools.partial(bare, return_lse=True), "planned": c.attend_planned, "attend": c.attend}
+    calls = {"bare": bare, "bare_lse": functools.partial(bare, return_lse=True), "only": c.attend_only, "attend": c.attend}
     found = {f"{name}_call_us": walled(call) for name, call in calls.items()}
     c.op.forget()
     found["unplanned_call_us"] = walled(c.attend, 50)
     bare = functools.partial(c.plan(graph=True).run, c.q, c.op.cache(c.pages), k_scale=1.0, v_scale=1.0, out=c.out)
-    calls = {"bare": bare, "bare_lse": functools.partial(bare, return_lse=True), "planned": c.attend_planned, "attend": c.attend}
+    calls = {"bare": bare, "bare_lse": functools.partial(bare, return_lse=True), "only": c.attend_only, "attend": c.attend}
     found |= {f"{name}_graph_us": graphed([call] * 4, 10) for name, call in calls.items()}
     moved = 2 * batch * context * c.op.width * c.op.elements.itemsize
-    record("attention", kind=kind, batch=batch, context=context, **found, gb_s=moved / found["planned_graph_us"] / 1e3)
+    record("attention", kind=kind, batch=batch, context=context, **found, gb_s=moved / found["only_graph_us"] / 1e3)
 
 
 def attention():

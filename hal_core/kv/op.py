@@ -127,6 +127,26 @@ class KVOp(Op):
             ShapeError: wrong shapes or dtypes, a length beyond the table, a page out of range; nothing was written.
         """
 
+    def attend_only(
+        self,
+        q: Tensor,
+        pages: Tensor,
+        block_table: Tensor,
+        lengths: Tensor,
+        query_starts: Tensor,
+        *,
+        scale: float | None = None,
+        causal: bool = True,
+        tails: Tensor | None = None,
+        tail_ids: Tensor | None = None,
+        sinks: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """The result of :meth:`attend`, for callers that need no logarithms. A kernel to which they cost something makes none here."""
+        return self.attend(
+            q, pages, block_table, lengths, query_starts, scale=scale, causal=causal, tails=tails, tail_ids=tail_ids, sinks=sinks, out=out
+        )[0]
+
     @abstractmethod
     def materialize(
         self,

@@ -60,4 +60,4 @@ def _attended(op: KVOp, q: Tensor, k: Tensor, v: Tensor, device: str) -> Tensor:
     row = torch.arange(count, dtype=torch.int32, device=device)[None]
     lengths, starts = (torch.tensor(each, dtype=torch.int32, device=device) for each in ([_TOKENS], [0, _QUERIES]))
     tail_ids = torch.zeros(1, dtype=torch.int32, device=device)
-    return op.attend(q.to(device), pages, row, lengths, starts, tails=tails, tail_ids=tail_ids)[0]
+    return op.attend_only(q.to(device), pages, row, lengths, starts, tails=tails, tail_ids=tail_ids)

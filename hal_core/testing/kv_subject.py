@@ -138,6 +138,12 @@ class KVSubject:
             sinks=self.sinks, out=out,
         )  # fmt: skip
 
+    def attend_only(self, op: KVOp, pages: Tensor, tails: Tensor | None, call: Call) -> Tensor:
+        q, table, lengths, starts, owners = self.arguments(op, call)
+        return op.attend_only(
+            q, pages, table, lengths, starts, scale=call.scale, causal=call.causal, tails=tails, tail_ids=owners, sinks=self.sinks
+        )
+
     def arguments(self, op: KVOp, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """Queries, block table, lengths, starts and tail ids of a call."""
         rows = torch.tensor(call.rows, device=self.device)

@@ -118,8 +118,8 @@ class LayerPages:
         sinks: Tensor | None,
         out: Tensor,
     ) -> None:
-        """As :meth:`KVOp.attend`."""
-        self.op.attend(
+        """As :meth:`KVOp.attend_only`."""
+        self.op.attend_only(
             q, self._pages(cache), block_table, lengths, query_starts, scale=scale, causal=causal, sinks=sinks, out=out
         )  # fmt: skip
 

@@ -237,6 +237,7 @@ def test_attention_without_a_plan_follows_what_changes():
     for new in ([64, 3], [1, 40], [0, 2]):
         lengths.copy_(torch.tensor(new))
         out, lse = op.attend(q, pages, table, lengths, starts)
+        assert torch.equal(op.attend_only(q, pages, table, lengths, starts, out=torch.full_like(q, math.nan)), out)
         for b, n in enumerate(new):
             if n:
                 assert error(out[b], attended(op, pages, table[b], q[b], n)[0]) < 6e-3

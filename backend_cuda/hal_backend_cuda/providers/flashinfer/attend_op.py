@@ -21,24 +21,31 @@ enrol = _NUMBERED.enrol
 
 
 def _attend(
-    number: int, q: Tensor, pages: Tensor, block_table: Tensor, lengths: Tensor, query_starts: Tensor, scale: float | None, causal: bool
-) -> tuple[Tensor, Tensor]:
-    return _NUMBERED[number].attend(q, pages, block_table, lengths, query_starts, scale=scale, causal=causal)
+    number: int, q: Tensor, pages: Tensor, block_table: Tensor, lengths: Tensor, query_starts: Tensor, scale: float | None, causal: bool,
+    logs: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    found, lse = _NUMBERED[number].attend_now(q, pages, block_table, lengths, query_starts, scale, causal, logs, None)
+    return found, _no_logs(q) if lse is None else lse
+
+
+def _no_logs(q: Tensor) -> Tensor:
+    return q.new_empty(0, dtype=torch.float32)
 
 
 _ATTEND = torch.library.custom_op(
     "hal_cuda::flashinfer_attend", _attend, mutates_args=(),
     schema=(
-        "(int number, Tensor q, Tensor pages, Tensor block_table, Tensor lengths, Tensor query_starts, float? scale, bool causal) "
-        "-> (Tensor, Tensor)"
+        "(int number, Tensor q, Tensor pages, Tensor block_table, Tensor lengths, Tensor query_starts, float? scale, bool causal, "
+        "bool logs) -> (Tensor, Tensor)"
     ),
 )  # fmt: skip
 
 
 @_ATTEND.register_fake
-def _attend_fake(number, q, pages, block_table, lengths, query_starts, scale, causal):
-    return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+def _attend_fake(number, q, pages, block_table, lengths, query_starts, scale, causal, logs):
+    return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32) if logs else _no_logs(q)
 
 
-#: ``(number, q, pages, block_table, lengths, query_starts, scale, causal)`` to the result and its logarithms, as part of a graph.
+#: ``(number, q, pages, block_table, lengths, query_starts, scale, causal, logs)`` to the result and, where ``logs`` says so, its
+#: logarithms, as part of a graph.
 traced = _ATTEND

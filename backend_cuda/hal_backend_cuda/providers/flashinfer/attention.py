@@ -15,6 +15,7 @@ import torch
 from hal_backend_cuda.providers.flashinfer import DISTRIBUTION, INSTALL, VERSIONS
 from hal_backend_cuda.providers.flashinfer.attend_op import enrol, traced
 from hal_backend_cuda.providers.flashinfer.plans import Batch, Plan, planned
+from hal_backend_cuda.providers.flashinfer.storing import check_slots, launch_store, store_on_host
 from hal_core.dtypes import torch_dtype
 from hal_core.errors import HalError, ShapeError
 from hal_core.kernel import KVEpilogue, KVKernel, KVSchemeSet
@@ -33,13 +34,9 @@ if TYPE_CHECKING:
 __all__ = ["KERNELS", "FlashInferKV", "FlashInferKVOp"]
 
 _ELEMENTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
-_LARGEST = 448.0
 #: Architectures without conversions to e4m3.
 _NO_E4M3 = {"sm_80", "sm_86"}
 _LN2 = math.log(2.0)
-#: The slots that were last found right, held weakly.
-_SEEN: dict[str, tuple[int, int, int, int | None]] = {}
-_SEEN_SLOTS: weakref.WeakValueDictionary[str, Tensor] = weakref.WeakValueDictionary()
 
 
 def _scale(value: Tensor | None, name: str) -> float:
@@ -92,6 +89,10 @@ class FlashInferKVOp(KVOp):
     def tail_bytes(self) -> int:
         return 0
 
+    @property
+    def _scales(self) -> tuple[float, float]:
+        return self.key_scale, self.value_scale
+
     def cache(self, pages: Tensor) -> Tensor:
         """The pages as FlashInfer reads them: ``[num_pages, 2, page_size, kv heads, head_dim]``, a view."""
         seen = self.seen
@@ -127,33 +128,13 @@ class FlashInferKVOp(KVOp):
                 raise ShapeError(name, f"{x.dtype} {list(x.shape)} on {x.device}", f"give {dtype} {list(shape)} on {pages.device}")
         if slots.dtype != torch.int64 or slots.device != pages.device:
             raise ShapeError("slots", f"{slots.dtype} on {slots.device}", f"give int64 [T] on {pages.device}")
-        self._check_slots(slots, cache.shape[0] * s.page_size)
+        check_slots(slots, cache.shape[0] * s.page_size)
         if not pages.is_cuda:
-            self._store(cache, k, slots, 0, self.key_scale)
-            self._store(cache, v, slots, 1, self.value_scale)
+            store_on_host(cache, (k, v), slots, self._scales)
         elif len(slots):
             k, v, slots = k.contiguous(), v.contiguous(), slots.contiguous()
-            key = len(slots), len(pages), self.key_scale, self.value_scale
-            self._repeats()(key, (k, v, slots, pages), lambda: self._launch_append(cache, k, v, slots))
-
-    @staticmethod
-    def _check_slots(slots: Tensor, count: int) -> None:
-        """Look at a step's slots once, though every layer appends by them; a graph under capture skips what is out of range instead."""
-        if slots.is_cuda and torch.cuda.is_current_stream_capturing():
-            return
-        key = (slots.data_ptr(), len(slots), count, None if slots.is_inference() else slots._version)
-        if _SEEN.get("slots") == key and _SEEN_SLOTS.get("slots") is slots:
-            return
-        ordered = slots.sort().values
-        wrong = (slots < -1) | (slots >= count)
-        twice = (ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)
-        found = torch.stack([wrong.any(), twice.any()]).tolist()
-        if found[0]:
-            raise ShapeError("slots", f"{int(slots[wrong][0])}", f"these run from -1 to {count - 1}")
-        if found[1]:
-            raise ShapeError("slots", f"slot {int(ordered[1:][twice][0])} given twice", "each token has a place of its own")
-        if not slots.is_inference():
-            _SEEN["slots"], _SEEN_SLOTS["slots"] = key, slots
+            key = len(slots), len(pages), *self._scales
+            self._repeats()(key, (k, v, slots, pages), lambda: launch_store(cache, (k, v), slots, self._scales))
 
     def _repeats(self) -> Repeats:
         if self.repeats is None:
@@ -161,27 +142,6 @@ class FlashInferKVOp(KVOp):
 
             self.repeats = Repeats()
         return self.repeats
-
-    def _launch_append(self, cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        from hal_backend_cuda.providers.flashinfer.page_kernels import append_tokens
-        from hal_core.triton import launch
-
-        size, block = self.spec.page_size, min(1024, 1 << (self.width - 1).bit_length())
-        for side, (x, scale) in enumerate(((k, self.key_scale), (v, self.value_scale))):
-            values = {
-                "x_ptr": x, "pages_ptr": cache, "slots_ptr": slots, "width": self.width, "page_size": size,
-                "page_stride": cache.stride(0), "side": side * size * self.width, "slot_count": cache.shape[0] * size, "scale": scale,
-                "FP8": self.spec.keys.kind == "fp8", "BW": block,
-            }  # fmt: skip
-            launch.run(append_tokens, (len(slots), -(-self.width // block)), values, 4, 3)
-
-    def _store(self, cache: Tensor, x: Tensor, slots: Tensor, side: int, scale: float) -> None:
-        size = self.spec.page_size
-        kept = slots >= 0
-        rows = x[kept]
-        if self.spec.keys.kind == "fp8":
-            rows = (rows.float() / scale).clamp(-_LARGEST, _LARGEST)
-        cache[slots[kept] // size, side, slots[kept] % size] = rows.to(self.elements)
 
     def plan(
         self,
@@ -274,16 +234,54 @@ class FlashInferKVOp(KVOp):
     ) -> tuple[Tensor, Tensor]:
         self._refuse_sinks(sinks)
         if torch.compiler.is_compiling():
-            found, lse = traced(self.number, q, pages, block_table, lengths, query_starts, scale, causal)
+            found, lse = traced(self.number, q, pages, block_table, lengths, query_starts, scale, causal, True)
             return found if out is None else self._room(q, out).copy_(found), lse
+        result, lse = self.attend_now(q, pages, block_table, lengths, query_starts, scale, causal, True, out)
+        assert lse is not None  # asked for
+        return result, lse
+
+    def attend_only(
+        self,
+        q: Tensor,
+        pages: Tensor,
+        block_table: Tensor,
+        lengths: Tensor,
+        query_starts: Tensor,
+        *,
+        scale: float | None = None,
+        causal: bool = True,
+        tails: Tensor | None = None,
+        tail_ids: Tensor | None = None,
+        sinks: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """FlashInfer's launch and nothing else where the caller has planned."""
+        self._refuse_sinks(sinks)
+        if torch.compiler.is_compiling():
+            found, _ = traced(self.number, q, pages, block_table, lengths, query_starts, scale, causal, False)
+            return found if out is None else self._room(q, out).copy_(found)
+        return self.attend_now(q, pages, block_table, lengths, query_starts, scale, causal, False, out)[0]
+
+    def attend_now(
+        self,
+        q: Tensor,
+        pages: Tensor,
+        block_table: Tensor,
+        lengths: Tensor,
+        query_starts: Tensor,
+        scale: float | None,
+        causal: bool,
+        logs: bool,
+        out: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """``attend`` outside a compiled graph; logs: whether logarithms are wanted."""
         cache, result = self._checked(q, pages), self._room(q, out)
         if not q.shape[0]:
-            return result, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+            return result, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if logs else None
         plan = self._planned(pages, block_table, lengths, query_starts, scale, causal)
         self._fits(plan, q)
-        lse = plan.run(q, cache, self.key_scale, self.value_scale, result, lse=True)
-        assert lse is not None  # asked for
-        return result, self._natural(lse, plan)
+        lse = plan.run(q, cache, *self._scales, result, lse=logs)
+        return result, None if lse is None else self._natural(lse, plan)
 
     @staticmethod
     def _natural(lse: Tensor, plan: Plan) -> Tensor:
@@ -295,15 +293,6 @@ class FlashInferKVOp(KVOp):
         count = lse.numel()
         natural_logs[(-(-count // 1024),)](lse, count, BW=1024)
         return lse
-
-    def attend_planned(self, q: Tensor, pages: Tensor, out: Tensor | None = None) -> Tensor:
-        """Only the result, by the caller's plan: FlashInfer's launch and nothing else."""
-        if self.given is None:
-            raise HalError("attend_planned", "there is no plan", "call plan(..) first")
-        cache, result = self._checked(q, pages), self._room(q, out)
-        self._fits(self.given, q)
-        self.given.run(q, cache, self.key_scale, self.value_scale, result, lse=False)
-        return result
 
     @staticmethod
     def _room(q: Tensor, out: Tensor | None) -> Tensor:

@@ -1,0 +1,69 @@
+"""Tokens into pages ``[num_pages, 2, page_size, kv heads, head_dim]``: a step's slots looked at once, its keys and values stored."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+from hal_core.errors import ShapeError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["check_slots", "launch_store", "store_on_host"]
+
+_LARGEST = 448.0
+#: The slots that were last found right, held weakly.
+_SEEN: dict[str, tuple[int, int, int, int | None]] = {}
+_SEEN_SLOTS: weakref.WeakValueDictionary[str, Tensor] = weakref.WeakValueDictionary()
+
+
+def check_slots(slots: Tensor, count: int) -> None:
+    """Look at a step's slots once, though every layer appends by them; a graph under capture skips what is out of range instead.
+
+    Raises:
+        ShapeError: one is outside ``[-1, count)``, or given twice.
+    """
+    if slots.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    key = (slots.data_ptr(), len(slots), count, None if slots.is_inference() else slots._version)
+    if _SEEN.get("slots") == key and _SEEN_SLOTS.get("slots") is slots:
+        return
+    ordered = slots.sort().values
+    wrong = (slots < -1) | (slots >= count)
+    twice = (ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)
+    found = torch.stack([wrong.any(), twice.any()]).tolist()
+    if found[0]:
+        raise ShapeError("slots", f"{int(slots[wrong][0])}", f"these run from -1 to {count - 1}")
+    if found[1]:
+        raise ShapeError("slots", f"slot {int(ordered[1:][twice][0])} given twice", "each token has a place of its own")
+    if not slots.is_inference():
+        _SEEN["slots"], _SEEN_SLOTS["slots"] = key, slots
+
+
+def launch_store(cache: Tensor, tokens: tuple[Tensor, Tensor], slots: Tensor, scales: tuple[float, float]) -> None:
+    """Keys and values ``tokens`` of ``[T, kv heads, head_dim]`` to their slots, by one launch each; what is out of range is skipped."""
+    from hal_backend_cuda.providers.flashinfer.page_kernels import append_tokens
+    from hal_core.triton import launch
+
+    size, width = cache.shape[2], cache.shape[3] * cache.shape[4]
+    block = min(1024, 1 << (width - 1).bit_length())
+    for side, (x, scale) in enumerate(zip(tokens, scales, strict=True)):
+        values = {
+            "x_ptr": x, "pages_ptr": cache, "slots_ptr": slots, "width": width, "page_size": size, "page_stride": cache.stride(0),
+            "side": side * size * width, "slot_count": cache.shape[0] * size, "scale": scale,
+            "FP8": cache.dtype == torch.float8_e4m3fn, "BW": block,
+        }  # fmt: skip
+        launch.run(append_tokens, (len(slots), -(-width // block)), values, 4, 3)
+
+
+def store_on_host(cache: Tensor, tokens: tuple[Tensor, Tensor], slots: Tensor, scales: tuple[float, float]) -> None:
+    """The same without a GPU."""
+    kept, size = slots >= 0, cache.shape[2]
+    for side, (x, scale) in enumerate(zip(tokens, scales, strict=True)):
+        rows = x[kept]
+        if cache.dtype == torch.float8_e4m3fn:
+            rows = (rows.float() / scale).clamp(-_LARGEST, _LARGEST)
+        cache[slots[kept] // size, side, slots[kept] % size] = rows.to(cache.dtype)
