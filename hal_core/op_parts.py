@@ -38,6 +38,8 @@ T = TypeVar("T")
 
 #: Half a unit in the last place of a normal number.
 _ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
+#: What ids come in.
+_INTEGERS = frozenset({torch.int32, torch.int64})
 
 
 class Numbered(WeakValueDictionary[int, T]):
@@ -92,12 +94,13 @@ def check_rows(asked: str, x: Any, k: int, dtype: torch.dtype, device: torch.dev
     """``x [.., K]`` as contiguous rows ``[M, K]``; raises where it is not of this width, dtype and device."""
     if not isinstance(x, torch.Tensor):
         raise ShapeError(f"{asked} input", f"a {type(x).__name__}", "this kernel takes unquantized activations")
-    if x.dim() < 1 or x.shape[-1] != k or x.dtype != dtype or x.device != device:
-        found = f"x is {x.dtype} {list(x.shape)} on {x.device}"
+    shape = x.shape
+    if not shape or shape[-1] != k or x.dtype != dtype or x.device != device:
+        found = f"x is {x.dtype} {list(shape)} on {x.device}"
         raise ShapeError(f"{asked} input", found, f"give {dtype} [.., {k}] on {device}")
     if x.requires_grad:
         refuse_gradients(asked, x)
-    if x.dim() == 2 and x.is_contiguous():
+    if len(shape) == 2 and x.is_contiguous():
         return x
     return x.reshape(-1, k).contiguous()
 
@@ -106,7 +109,7 @@ def check_out(asked: str, out: Tensor | None, shape: tuple[int, ...], dtype: tor
     """``out``, or new memory; raises where it does not fit the result."""
     if out is None:
         return torch.empty(shape, dtype=dtype, device=device)
-    if tuple(out.shape) != shape or out.dtype != dtype or out.device != device or not out.is_contiguous():
+    if out.shape != shape or out.dtype != dtype or out.device != device or not out.is_contiguous():
         found = f"out is {out.dtype} {list(out.shape)} on {out.device}{'' if out.is_contiguous() else ', not contiguous'}"
         raise ShapeError(f"{asked} output", found, f"give contiguous {dtype} {list(shape)} on {device}")
     return out
@@ -129,16 +132,16 @@ def check_routing_form(asked: str, spec: MoESpec, x: Any, routing: Any, expert_m
     if not isinstance(routing, Routed) or not isinstance(x, torch.Tensor):
         found = f"{type(x).__name__} with {type(routing).__name__}"
         raise ShapeError(asked, found, "give a tensor and Routed(topk_ids, topk_weights)")
-    ids, weights = routing.topk_ids, routing.topk_weights
-    if x.dim() != 2 or ids.shape != (x.shape[0], spec.top_k) or ids.shape != weights.shape:
-        found = f"x {list(x.shape)}, topk_ids {list(ids.shape)}, topk_weights {list(weights.shape)}"
+    ids, weights, device, shape = routing.topk_ids, routing.topk_weights, x.device, x.shape
+    if len(shape) != 2 or not ids.shape == weights.shape == (shape[0], spec.top_k):
+        found = f"x {list(shape)}, topk_ids {list(ids.shape)}, topk_weights {list(weights.shape)}"
         raise ShapeError(f"{asked} input", found, f"give x [T, {spec.hidden}], ids and weights [T, {spec.top_k}]")
-    if ids.dtype not in {torch.int32, torch.int64} or not weights.is_floating_point():
+    if ids.dtype not in _INTEGERS or not weights.is_floating_point():
         raise ShapeError(f"{asked} routing", f"topk_ids {ids.dtype}, topk_weights {weights.dtype}", "give int32 ids and float32 weights")
-    if ids.device != x.device or weights.device != x.device:
-        raise ShapeError(f"{asked} routing", f"on {ids.device} and {weights.device}, x on {x.device}", "keep all on one device")
-    if expert_map is not None and (expert_map.dtype not in {torch.int32, torch.int64} or expert_map.device != x.device):
-        raise ShapeError(f"{asked} expert_map", f"{expert_map.dtype} on {expert_map.device}", f"give int32 local ids on {x.device}")
+    if ids.device != device or weights.device != device:
+        raise ShapeError(f"{asked} routing", f"on {ids.device} and {weights.device}, x on {device}", "keep all on one device")
+    if expert_map is not None and (expert_map.dtype not in _INTEGERS or expert_map.device != device):
+        raise ShapeError(f"{asked} expert_map", f"{expert_map.dtype} on {expert_map.device}", f"give int32 local ids on {device}")
     if (expert_map is not None) != spec.expert_map or (expert_map is not None and tuple(expert_map.shape) != (spec.num_experts,)):
         found = "missing" if expert_map is None else f"shape {list(expert_map.shape)}"
         raise ShapeError(f"{asked} expert_map", found, f"the spec says expert_map={spec.expert_map} for {spec.num_experts} experts")

@@ -59,9 +59,18 @@ class Launch:
         return replace(self, args=tuple(args), places=tuple(places))
 
 
+class _Config(ctypes.Structure):
+    """``CUlaunchConfig``: blocks, threads of each, shared bytes, the stream, attributes."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint), ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p), ("count", ctypes.c_uint),
+    )  # fmt: skip
+
+
 @dataclass(frozen=True, eq=False)
 class DriverLaunch:
-    """By the driver. Launches of one must not overlap: values and stream are what the driver reads.
+    """By the driver. Launches of one must not overlap: values and config are what the driver reads.
 
     values: parameters, eight bytes each. places: as of a launch, with numbers of parameters.
     """
@@ -70,14 +79,14 @@ class DriverLaunch:
     call: Callable[..., int]
     args: tuple[Any, ...]
     values: Any
-    stream: ctypes.c_void_p
+    config: _Config
     places: tuple[tuple[int, int, int], ...]
 
     def again(self, stream: int, tensors: list[Tensor | None], pointers: list[int]) -> None:
         values = self.values
         for at, source, offset in self.places:
             values[at] = pointers[source] + offset
-        self.stream.value = stream
+        self.config.stream = stream
         if self.call(*self.args):
             # nothing was launched: Triton's launcher gives a thread its context, and errors their words
             self.launch.again(stream, tensors, pointers)
@@ -89,17 +98,17 @@ class DriverLaunch:
 
 def watched() -> bool:
     """Whether something wants to hear of launches, which only those by Triton's launcher tell."""
-    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return any(getattr(hook, "calls", hook) for hook in hooks)
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 @functools.cache
 def _driver_call() -> Callable[..., int] | None:
-    """``cuLaunchKernel``; None where the driver is another."""
+    """``cuLaunchKernelEx``; None where the driver is another."""
     if driver.active.get_current_target().backend != "cuda":
         return None
     try:
-        return ctypes.CDLL("libcuda.so.1").cuLaunchKernel
+        return ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
     except (OSError, AttributeError):
         return None
 
@@ -118,11 +127,10 @@ def relaunched(launch: Launch) -> Launch | DriverLaunch:
     where = ctypes.addressof(values)
     pointers = (ctypes.c_void_p * len(values))(*(where + 8 * index for index in range(len(values))))
     warps, _, shared = kernel.packed_metadata
-    stream = ctypes.c_void_p()
-    sizes = map(ctypes.c_uint, (*launch.grid, 32 * warps, 1, 1, shared))
-    args = (ctypes.c_void_p(kernel.function), *sizes, stream, pointers, None)
+    config = _Config(launch.grid, (32 * warps, 1, 1), shared)
+    args = (ctypes.byref(config), ctypes.c_void_p(kernel.function), pointers, None)
     places = tuple((number[at], source, offset) for at, source, offset in launch.places if at in number)
-    return DriverLaunch(launch, call, args, values, stream, places)
+    return DriverLaunch(launch, call, args, values, config, places)
 
 
 def _parameters(launch: Launch) -> list[tuple[int, int]] | None:

@@ -59,12 +59,16 @@ class _Event:
         return (*self.args, *(value for _, value in self.named))
 
 
-_local = threading.local()
+class _Local(threading.local):
+    recorder: _Recorder | None = None
+
+
+_local = _Local()
 
 
 def _recorder() -> _Recorder | None:
     # while torch.compile looks at a call, nothing is launched
-    return None if torch.compiler.is_compiling() else getattr(_local, "recorder", None)
+    return None if torch.compiler.is_compiling() else _local.recorder
 
 
 def room(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -136,6 +140,9 @@ class _Call:
         return replace(self, args=tuple(args), places=tuple(places))
 
 
+_Step = Launch | DriverLaunch | _Call
+
+
 def _viewed(tensor: Tensor | None, view: tuple[Any, ...]) -> Tensor:
     assert tensor is not None  # it had an address
     shape, strides, offset = view
@@ -169,41 +176,42 @@ class _Recorded:
     steps with its addresses.
     """
 
-    steps: tuple[Launch | DriverLaunch | _Call, ...]
+    steps: tuple[_Step, ...]
     inputs: int
     rooms: tuple[tuple[Any, ...], ...]
     size: int
     constants: tuple[Tensor, ...]
     device: int
     makes: bool
-    bound: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    bound: dict[int, tuple[Tensor, tuple[_Step, ...], list[Tensor]]] = field(default_factory=dict)
 
-    def again(self, tensors: list[Tensor | None], pointers: list[int]) -> None:
+    def again(self, given: Sequence[Tensor | None], pointers: list[int]) -> None:
+        """The steps with other tensors and their addresses."""
         stream = driver.active.get_current_stream(self.device)
+        tensors, steps = [*given], self.steps
         # the default stream has the handle 0 and cannot be captured
-        if not self.size or self.size > _SHARED or (stream and torch.cuda.is_current_stream_capturing()):
+        alone = not self.size or self.size > _SHARED or (stream and torch.cuda.is_current_stream_capturing())
+        if alone:
             for shape, dtype, _, _ in self.rooms:
                 tensors.append(torch.empty(shape, dtype=dtype, device=_device(self.device)))
                 pointers.append(tensors[-1].data_ptr())  # type: ignore[union-attr]
-            with _turn:
-                self._run(self.steps, stream, tensors, pointers)
-            return
         with _turn:
-            memory = _memory(self.device, stream, self.size)
-            bound = self.bound.get(stream)
-            if bound is None or bound[0] is not memory:
-                bound = self.bound[stream] = self._bind(memory)
-            if self.makes:  # what is made counts from after the rooms
-                tensors += bound[2]
-                pointers += [0] * len(bound[2])
-            self._run(bound[1], stream, tensors, pointers)
+            if not alone:
+                _, steps, rooms = self._bound(stream)
+                if self.makes:  # what is made counts from after the rooms
+                    tensors += rooms
+                    pointers += [0] * len(rooms)
+            for step in steps:
+                step.again(stream, tensors, pointers)
 
-    @staticmethod
-    def _run(steps: tuple[Launch | DriverLaunch | _Call, ...], stream: int, tensors: list[Tensor | None], pointers: list[int]) -> None:
-        for step in steps:
-            step.again(stream, tensors, pointers)
+    def _bound(self, stream: int) -> tuple[Tensor, tuple[_Step, ...], list[Tensor]]:
+        """The memory of a stream, and the steps and their rooms in it."""
+        found = self.bound.get(stream)
+        if found is None or found[0] is not _shared.get((self.device, stream)):
+            found = self.bound[stream] = self._bind(_memory(self.device, stream, self.size))
+        return found
 
-    def _bind(self, memory: Tensor) -> tuple[Any, ...]:
+    def _bind(self, memory: Tensor) -> tuple[Tensor, tuple[_Step, ...], list[Tensor]]:
         with torch.inference_mode(False):
             rooms = [memory[first : first + size].view(dtype).view(shape) for shape, dtype, first, size in self.rooms]
             return memory, tuple(step.bound(self.inputs, rooms) for step in self.steps), rooms
@@ -230,22 +238,28 @@ class Repeats:
             tensors: contiguous tensors that the call reads and writes, other than the op's own.
             call: the call itself; what it does is told to :func:`launched`, :func:`called` and :func:`made`, its memory by :func:`room`.
         """
-        if getattr(_local, "recorder", None) is not None:  # a step of another op's call, which records it
+        if _local.recorder is not None:  # a step of another op's call, which records it
             call()
             return
         pointers, bits = [], 0
         for tensor in tensors:
-            pointers.append(0 if tensor is None else tensor.data_ptr())
-            bits |= pointers[-1]
+            pointer = 0 if tensor is None else tensor.data_ptr()
+            pointers.append(pointer)
+            bits |= pointer
         found = self.known.get(key)
-        if found is not None and not bits % _ALIGNED and driver.active.get_current_device() == found.device and not watched():
-            found.again([*tensors], pointers)
-        elif found is None and not bits % _ALIGNED and _recordable(tensors):
+        if bits % _ALIGNED or watched():
+            call()
+        elif found is None:
             self._record(key, tensors, call)
+        elif driver.active.get_current_device() == found.device:
+            found.again(tensors, pointers)
         else:
             call()
 
     def _record(self, key: Hashable, tensors: tuple[Tensor | None, ...], call: Callable[[], object]) -> None:
+        if not _recordable(tensors):
+            call()
+            return
         _local.recorder = recorder = _Recorder()
         try:
             call()
@@ -300,7 +314,7 @@ def _recorded(recorder: _Recorder, tensors: tuple[Tensor | None, ...]) -> _Recor
     return _Recorded(steps, len(tensors), tuple(rooms), size, constants, driver.active.get_current_device(), bool(results))
 
 
-def _launch(event: _Event, moving: list[Tensor | None], source: Callable[[Tensor], int | None]) -> Launch | DriverLaunch:
+def _launch(event: _Event, moving: list[Tensor | None], source: Callable[[Tensor], int | None]) -> _Step:
     args, places = list(event.args), []
     for at, value in enumerate(event.args):
         if isinstance(value, torch.Tensor):

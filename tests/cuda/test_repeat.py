@@ -71,9 +71,10 @@ class DriverKernel(Kernel):
     def run(self):
         return _Launcher(self)
 
-    def driver(self, function, *rest):
-        sizes, stream, parameters = [size.value for size in rest[:7]], rest[7].value, rest[8]
-        assert (function.value, sizes, stream, len(parameters), rest[9]) == (99, [3, 1, 1, 128, 1, 1, 512], 7, 6, None)
+    def driver(self, config, function, parameters, extra):
+        config = config._obj
+        assert ([*config.grid], [*config.block], config.shared, config.stream) == ([3, 1, 1], [128, 1, 1], 512, 7)
+        assert (function.value, len(parameters), extra, config.attributes, config.count) == (99, 6, None, None, 0)
         if self.refused:
             return self.refused
         out, source = (ctypes.cast(ctypes.c_void_p.from_address(where).value, ctypes.POINTER(ctypes.c_float)) for where in parameters[:2])
