@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import copy
 import ctypes
+import time
 import types
 import weakref
 
@@ -149,6 +151,19 @@ def test_the_driver_launches_with_the_pointers_of_each_call(driven, shared):
     for rows in (2, 5, 2, 5, 2):
         check(op, rows)
     assert (op.slow, driven.ran, driven.by_triton) == (2, 6, 0)
+
+
+def test_threads_take_turns_with_a_launchs_parameters(driven, monkeypatch):
+    def late(*args):
+        time.sleep(1e-4)
+        return driven.driver(*args)
+
+    monkeypatch.setattr(relaunch, "_driver_call", lambda: late)
+    op = Op(shared=False, kernel=driven)
+    check(op, 2)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: check(op, 2), range(40)))
+    assert op.slow == 1
 
 
 def test_what_the_driver_refuses_is_launched_by_triton(driven):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -18,6 +20,7 @@ from hal_core.testing.bench import Bench
 from hal_core.testing.plan import plan_of
 from hal_core.triton import launch, ops
 from hal_core.triton.configs import Tile
+from hal_core.triton.relaunch import DriverLaunch, Launch
 
 DEVICE = "cuda"
 
@@ -118,6 +121,30 @@ def test_every_op_is_captured_and_its_graph_follows_inputs_and_updates(kernel, r
     graph.replay()
     assert torch.equal(out, subject.call(subject.prepare(weights), inputs))
     check()
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_recorded_calls_are_launched_by_the_driver_in_any_thread_and_stream(kernel):
+    plan = plan_of(f"cuda.{kernel.name}", kernel, Machine.detect())
+    case = next(case for case in plan.cases() if case.check == "update")
+    subject = Bench(kernel, case, plan.machine, 5, plan.accepted).subject()
+    op, inputs, out, side = subject.prepare(), subject.inputs(5), subject.poisoned(5), torch.cuda.Stream()
+    wanted = subject.call(op, inputs).clone()
+    (recorded,) = op.repeats.known.values()
+    assert any(isinstance(step, DriverLaunch) for step in recorded.steps)
+    assert not any(isinstance(step, Launch) for step in recorded.steps)
+    torch.cuda.synchronize()
+    thread = threading.Thread(target=lambda: subject.call(op, inputs, out))
+    thread.start()
+    thread.join()
+    torch.cuda.synchronize()
+    assert torch.equal(out, wanted)
+    out.fill_(float("nan"))
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        subject.call(op, inputs, out)
+    side.synchronize()
+    assert torch.equal(out, wanted)
 
 
 def test_seventy_thousand_tokens_pass_32_bit_offsets():
