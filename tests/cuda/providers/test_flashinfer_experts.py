@@ -122,11 +122,12 @@ def test_the_arguments_compute_the_block(name, seed, monkeypatch):
     op, rng = prepared(name, spec, weights), torch.Generator().manual_seed(seed + 9)
     x = torch.randn(7, 256, generator=rng).bfloat16()
     ids = torch.rand(7, 4, generator=rng).topk(2, dim=1).indices.int()
-    ids[2, 1] = -1
+    ids[2, 1], ids[4, 0] = -1, 4
     routed = Routed(ids, torch.rand(7, 2, generator=rng))
     out = torch.full((7, 256), float("nan"), dtype=torch.bfloat16)
     given = mxfp8(x) if name == "cutlass_mxfp4_mxfp8" else x
     op.apply(given, routed, out=out)
+    ids[4, 0] = -1  # the reference refuses what is out of range
     wanted = ReferenceMoE().prepare(spec, weights).apply(x.float(), routed)
     error = float((out.float() - wanted).norm() / wanted.norm())
     quantized = BY_NAME[name].quant
@@ -211,11 +212,11 @@ def test_a_payload_of_another_form_is_refused(change):
 
 
 def test_routing_is_packed_and_skipped_slots_weigh_nothing():
-    ids = torch.tensor([[3, -1], [40000, 0]], dtype=torch.int32)
-    packed = packed_routing(ids, torch.tensor([[0.5, 9.0], [-1.25, 3.0]]))
+    ids = torch.tensor([[3, -1], [40000, 0], [40001, 1]], dtype=torch.int32)
+    packed = packed_routing(ids, torch.tensor([[0.5, 9.0], [-1.25, 3.0], [7.0, 0.25]]), 40001)
     weights = (packed & 0xFFFF).to(torch.int16).view(torch.bfloat16).float()
-    assert (packed >> 16 & 0xFFFF).tolist() == [[3, 0], [40000, 0]]
-    assert weights.tolist() == [[0.5, 0.0], [-1.25, 3.0]]
+    assert (packed >> 16 & 0xFFFF).tolist() == [[3, 0], [40000, 0], [0, 1]]
+    assert weights.tolist() == [[0.5, 0.0], [-1.25, 3.0], [0.0, 0.25]]
 
 
 def test_input_scales_that_differ_between_experts_are_refused():

@@ -17,6 +17,7 @@ from hal_backend_cuda.providers.flashinfer.moe_layouts import up
 from hal_backend_cuda.providers.flashinfer.moe_weights import STEP, prepared_weights
 from hal_backend_cuda.providers.flashinfer.mxfp8 import mxfp8_arguments
 from hal_core.calls import bind
+from hal_core.check import device_flag
 from hal_core.errors import ShapeError
 from hal_core.kernel import MoEEpilogue, MoEKernel, ShapeLimit
 from hal_core.op_parts import FixedBuffers, check_out, check_routing, check_rows
@@ -38,9 +39,9 @@ __all__ = ["KERNELS", "FlashInferExperts", "MoEFlashInfer", "packed_routing"]
 _SWIGLU, _MAJOR_K, _BLOCK_MAJOR_K, _TOP_K = 3, 0, 2, 5
 
 
-def packed_routing(ids: Tensor, weights: Tensor) -> Tensor:
-    """int32 ``[T, k]``: the expert in the upper 16 bits, the weight's bf16 in the lower; a skipped slot is expert 0 with weight 0."""
-    skipped = ids < 0
+def packed_routing(ids: Tensor, weights: Tensor, num_experts: int) -> Tensor:
+    """int32 ``[T, k]``: the expert in the upper 16 bits, the weight's bf16 in the lower; a slot without one is expert 0 with weight 0."""
+    skipped = (ids < 0) | (ids >= num_experts)
     bits = torch.where(skipped, 0.0, weights).to(torch.bfloat16).view(torch.int16).to(torch.int32) & 0xFFFF
     return (torch.where(skipped, 0, ids).to(torch.int32) << 16) | bits
 
@@ -60,12 +61,14 @@ class _Call:
 
 
 def _cutlass(entry: Entry, call: _Call) -> dict[str, Any]:
-    """Arguments of ``cutlass_fused_moe``: unpacked routing, and scales in the order that the weights' type asks for."""
-    t = call.tensors
-    skipped = call.routing.topk_ids < 0
+    """Arguments of ``cutlass_fused_moe``: unpacked routing, and scales in the order that the weights' type asks for.
+
+    It leaves out slots whose id is none of an expert here.
+    """
+    t, weights, scaling = call.tensors, call.routing.topk_weights, call.spec.routed_scaling
     values: dict[str, Any] = {
-        "input": call.x, "token_selected_experts": torch.where(skipped, 0, call.routing.topk_ids),
-        "token_final_scales": torch.where(skipped, 0.0, call.routing.topk_weights * call.spec.routed_scaling),
+        "input": call.x, "token_selected_experts": call.routing.topk_ids,
+        "token_final_scales": weights if scaling == 1.0 else weights * scaling,
         "fc1_expert_weights": t["first"], "fc2_expert_weights": t["second"], "output_dtype": torch.bfloat16, "quant_scales": [],
         "output": call.out, "activation_type": _SWIGLU,
     }  # fmt: skip
@@ -81,7 +84,7 @@ def _trtllm(entry: Entry, call: _Call) -> dict[str, Any]:
     spec, t = call.spec, call.tensors
     size = up(spec.intermediate, STEP)
     values: dict[str, Any] = {
-        "topk_ids": packed_routing(call.routing.topk_ids, call.routing.topk_weights * spec.routed_scaling),
+        "topk_ids": packed_routing(call.routing.topk_ids, call.routing.topk_weights * spec.routed_scaling, spec.num_experts),
         "gemm1_weights": t["first"], "gemm2_weights": t["second"], "num_experts": spec.num_experts, "top_k": spec.top_k, "n_group": None,
         "topk_group": None, "intermediate_size": size, "local_expert_offset": 0, "local_num_experts": spec.local,
         "routed_scaling_factor": None, "routing_method_type": _TOP_K, "activation_type": _SWIGLU, "output": call.out, "routing_bias": None,
@@ -126,6 +129,13 @@ def group_fp8(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     return (parts / scales).clamp(-448.0, 448.0).flatten(-2).to(torch.float8_e4m3fn), scales.squeeze(-1)
 
 
+def _flag_strays(spec: MoESpec, ids: Tensor) -> None:
+    """Has ``hal.check()`` raise what is out of range in ``ids``; their slots are left out."""
+    from hal_core.triton import launch
+
+    launch.flag_only(launch.direct(ids, ids, None, spec.num_experts, spec.num_experts), device_flag(ids.device), spec.top_k)
+
+
 class FlashInferExperts(FixedBuffers, MoEExperts):
     """One call of FlashInfer over buffers that :meth:`update` refills in place."""
 
@@ -135,6 +145,7 @@ class FlashInferExperts(FixedBuffers, MoEExperts):
         self.spec, self.entry, self.kinds = spec, entry, kinds_of(weights)
         self.bound = bind(entry.call)
         self.device = device or torch.device("cuda", torch.cuda.current_device())
+        device_flag(self.device)  # now, so that no captured graph makes it
         for name, tensor in prepared_weights(entry, spec, weights).items():
             self.register_buffer(name, tensor.to(self.device))
 
@@ -160,6 +171,8 @@ class FlashInferExperts(FixedBuffers, MoEExperts):
         y = check_out(asked, out, (given.shape[0], self.spec.hidden), torch.bfloat16, self.device)
         if not given.shape[0]:
             return y
+        if given.is_cuda:
+            _flag_strays(self.spec, routing.topk_ids)
         found = self.bound.target(**self.arguments(rows, routing, y))
         found = found[0] if isinstance(found, (list, tuple)) else found
         # versions without an ``output`` parameter give memory of their own
