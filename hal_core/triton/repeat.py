@@ -115,29 +115,30 @@ class _Call:
 
     function: Any
     args: tuple[Any, ...]
-    names: tuple[str, ...]
-    places: tuple[tuple[int, int, tuple[Any, ...] | None], ...]
+    named: dict[str, Any]
+    places: tuple[tuple[int | str, int, tuple[Any, ...] | None], ...]
     makes: bool
 
     def again(self, stream: int, tensors: list[Tensor | None], pointers: list[int]) -> None:
-        args = list(self.args)
+        args, named = [*self.args], {**self.named}
         for at, source, view in self.places:
-            args[at] = tensors[source] if view is None else _viewed(tensors[source], view)
-        first = len(args) - len(self.names)
-        result = self.function(*args[:first], **dict(zip(self.names, args[first:], strict=True))) if self.names else self.function(*args)
+            target: Any = args if type(at) is int else named
+            target[at] = tensors[source] if view is None else _viewed(tensors[source], view)
+        result = self.function(*args, **named)
         if self.makes:
             tensors.append(result)
             pointers.append(result.data_ptr())
 
     def bound(self, first: int, rooms: list[Tensor]) -> _Call:
         """With the tensors from number ``first`` on in their places."""
-        args, places = list(self.args), []
+        args, named, places = [*self.args], {**self.named}, []
         for at, source, view in self.places:
             if first <= source < first + len(rooms):
-                args[at] = rooms[source - first] if view is None else _viewed(rooms[source - first], view)
+                target: Any = args if type(at) is int else named
+                target[at] = rooms[source - first] if view is None else _viewed(rooms[source - first], view)
             else:
                 places.append((at, source, view))
-        return replace(self, args=tuple(args), places=tuple(places))
+        return replace(self, args=tuple(args), named=named, places=tuple(places))
 
 
 _Step = Launch | DriverLaunch | _Call
@@ -326,8 +327,9 @@ def _launch(event: _Event, moving: list[Tensor | None], source: Callable[[Tensor
 
 
 def _call(event: _Event, moving: list[Tensor | None], source: Callable[[Tensor], int | None]) -> _Call:
-    args, places = list(event.handed), []
-    for at, value in enumerate(args):
+    args, named, places = list(event.args), dict(event.named), []
+    handed: list[tuple[int | str, Any]] = [*enumerate(event.args), *event.named]
+    for at, value in handed:
         index = source(value) if isinstance(value, torch.Tensor) else None
         if index is not None:
             whole = moving[index]
@@ -335,6 +337,6 @@ def _call(event: _Event, moving: list[Tensor | None], source: Callable[[Tensor],
             offset = (value.data_ptr() - whole.data_ptr()) // value.itemsize
             same = (value.shape, value.stride(), offset) == (whole.shape, whole.stride(), 0)
             places.append((at, index, None if same else (tuple(value.shape), value.stride(), offset)))
-            args[at] = None  # or its memory would stay
-    names = tuple(name for name, _ in event.named)
-    return _Call(event.target, tuple(args), names, tuple(places), event.result is not None)
+            target: Any = args if isinstance(at, int) else named
+            target[at] = None  # or its memory would stay
+    return _Call(event.target, tuple(args), named, tuple(places), event.result is not None)

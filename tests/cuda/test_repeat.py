@@ -117,7 +117,7 @@ class Op:
         self.kernel.launch(first[1:], x, 2.0)
         total = made(torch.add, first[1:], self.bias)
         self.kernel.launch(out, total, 3.0)
-        called(torch.Tensor.add_, out, 0.0)
+        called(torch.add, out, 0.0, out=out)
 
 
 def check(op, rows):
