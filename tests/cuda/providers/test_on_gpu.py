@@ -21,6 +21,7 @@ from hal_backend_cuda.providers.fused_steps import TritonSteps
 from hal_backend_cuda.providers.humming import runtime
 from hal_backend_cuda.providers.humming.kernels import LinearHumming, MoEHumming
 from hal_backend_cuda.providers.humming.recipes import RECIPES
+from hal_backend_cuda.providers.kernels import KERNELS
 from hal_backend_cuda.providers.steps import Route, TorchSteps
 
 from hal_core.check import check
@@ -184,6 +185,46 @@ def test_activations_are_quantized_as_if_they_had_been_written(name, rows, width
     wanted = runtime.quantize_rows(recipe, fused.activate(y, SPEC.activation, True))
     for one, two in zip(found, wanted, strict=True):
         assert torch.equal(one.view(torch.uint8), two.view(torch.uint8))
+
+
+@pytest.mark.parametrize(("name", "scheme", "bound"), [("bf16", "bf16", 1e-2), ("fp8_block", "fp8_e4m3:b128x128", 5e-2)])
+def test_cutlass_experts(name, scheme, bound):
+    """Numbers, skipped and stray ids, a graph that follows inputs and updates. Sizes that are padded: 200 to 256."""
+    jit = pytest.importorskip("flashinfer.jit.fused_moe", reason="needs flashinfer-python")
+    if torch.cuda.get_device_capability() != (9, 0) or not jit.gen_cutlass_fused_moe_sm90_module().is_compiled:
+        pytest.skip("needs sm_90 and FlashInfer's library fused_moe_90, which compiles for hours: build it beforehand")
+    kernel, scheme = next(k for k in KERNELS if k.name == f"moe_flashinfer_cutlass_{name}"), WeightScheme.parse(scheme)
+    spec = MoESpec(8, 2, 256, 200, scheme, scheme, scheme, routed_scaling=1.5, numerics=kernel.numerics)
+
+    def weights(seed):
+        rng = torch.Generator().manual_seed(seed)
+        return MoEWeights(*(to_device(random_weight(scheme, (8, *s), rng, "bf16"), DEVICE) for s in ((200, 256), (256, 200), (200, 256))))
+
+    def wanted(x, way, seed):
+        return ReferenceMoE().prepare(spec, weights(seed)).apply(x.float(), way)
+
+    op = kernel.prepare(spec, weights(0))
+    for tokens in (1, 33, 700):
+        x, way = torch.randn(tokens, 256, device=DEVICE).bfloat16(), routing(tokens)
+        way.topk_ids[0, 0] = -1
+        out = op.apply(x, way, out=torch.full_like(x, math.nan))
+        assert error(out, wanted(x, way, 0)) < bound
+    way.topk_ids[1, 1] = 8
+    found = op.apply(x, way)
+    with pytest.raises(ShapeError, match="8 at token 1, slot 1"):
+        check()
+    way.topk_ids[1, 1] = -1
+    assert error(found, wanted(x, way, 0)) < bound
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        op.apply(x, way, out=out)
+    other = routing(700, 5)
+    x.copy_(torch.randn_like(x))
+    way.topk_ids.copy_(other.topk_ids)
+    op.update(weights(1))
+    out.fill_(math.nan)
+    graph.replay()
+    assert error(out, wanted(x, way, 1)) < bound
 
 
 def cache(kind, rows, pages_each=4):
