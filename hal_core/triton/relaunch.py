@@ -146,7 +146,7 @@ def _parameters(launch: Launch) -> list[tuple[int, int]] | None:
         if kind == "constexpr":
             continue
         form = "<Q" if kind[0] == "*" else _FORMATS.get(kind)
-        if form is None:
+        if form is None or value is None:
             return None
         found.append((at, int.from_bytes(struct.pack(form, value), "little")))
     return found
