@@ -144,7 +144,7 @@ class Plan:
         self.planner, self.runner = (bind(CALLS[f"{self.kind}.{verb}"]) for verb in ("plan", "run"))
         self.wrapper = self._wrapper(bind(CALLS[self.kind]), most_pages)
         self.places: tuple[int, ...] = ()
-        self.causal, self.scale, self.empty, self.queries = True, 0.0, False, 0
+        self.causal, self.scale, self.queries = True, 0.0, 0
         self.known: dict[tuple[float, float, bool], _Launch] = {}
         self.lock = threading.Lock()
 
@@ -179,7 +179,7 @@ class Plan:
             }  # fmt: skip
         self.wrapper.plan(**values)
         self.known = {}
-        self.causal, self.scale, self.empty = causal, scale, bool((batch.last == 0).any())
+        self.causal, self.scale = causal, scale
         self.queries = int(batch.starts[-1])
 
     def run(self, q: Tensor, cache: tuple[Tensor, Tensor], k_scale: float, v_scale: float, out: Tensor, *, lse: bool) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Tokens into pages ``[num_pages, 2, page_size, kv heads, head_dim]``: a step's slots looked at once, its keys and values stored."""
+"""What is launched beside FlashInfer: tokens into pages ``[num_pages, 2, page_size, kv heads, head_dim]``, and natural logarithms."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hal_core.errors import ShapeError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["check_slots", "launch_store", "store_on_host"]
+__all__ = ["check_slots", "launch_natural_logs", "launch_store", "store_on_host"]
 
 _LARGEST = 448.0
 #: The slots that were last found right, held weakly.
@@ -67,3 +67,12 @@ def store_on_host(cache: Tensor, tokens: tuple[Tensor, Tensor], slots: Tensor, s
         if cache.dtype == torch.float8_e4m3fn:
             rows = (rows.float() / scale).clamp(-_LARGEST, _LARGEST)
         cache[slots[kept] // size, side, slots[kept] % size] = rows.to(cache.dtype)
+
+
+def launch_natural_logs(lse: Tensor) -> None:
+    """In place; of rows that saw no token, which FlashInfer gives as -50000, -infinity."""
+    from hal_backend_cuda.providers.flashinfer.page_kernels import natural_logs
+    from hal_core.triton import launch
+
+    count = lse.numel()
+    launch.run(natural_logs, (-(-count // 1024),), {"lse_ptr": lse, "count": count, "BW": 1024}, 4, 3)
