@@ -28,10 +28,13 @@ from hal_core.selection import Padding
 from hal_core.weight_checks import check_moe_weights, check_same_kind, kinds_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from hal_core.kernel import MoEWeights
     from hal_core.machine import Machine
     from hal_core.ops import Routed
     from hal_core.spec import MoESpec
+    from hal_core.triton.repeat import Repeats
 
 __all__ = ["KERNELS", "FlashInferExperts", "MoEFlashInfer", "packed_routing"]
 
@@ -51,13 +54,10 @@ class _Call:
     """What arguments are made from."""
 
     spec: MoESpec
-    tensors: dict[str, Tensor]
+    tensors: Mapping[str, Tensor | None]
     x: Any
     routing: Routed
     out: Tensor
-
-    def get(self, name: str) -> Tensor | None:
-        return self.tensors.get(name)
 
 
 def _cutlass(entry: Entry, call: _Call) -> dict[str, Any]:
@@ -129,13 +129,6 @@ def group_fp8(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     return (parts / scales).clamp(-448.0, 448.0).flatten(-2).to(torch.float8_e4m3fn), scales.squeeze(-1)
 
 
-def _flag_strays(spec: MoESpec, ids: Tensor) -> None:
-    """Has ``hal.check()`` raise what is out of range in ``ids``; their slots are left out."""
-    from hal_core.triton import launch
-
-    launch.flag_only(launch.direct(ids, ids, None, spec.num_experts, spec.num_experts), device_flag(ids.device), spec.top_k)
-
-
 class FlashInferExperts(FixedBuffers, MoEExperts):
     """One call of FlashInfer over buffers that :meth:`update` refills in place."""
 
@@ -146,13 +139,15 @@ class FlashInferExperts(FixedBuffers, MoEExperts):
         self.bound = bind(entry.call)
         self.device = device or torch.device("cuda", torch.cuda.current_device())
         device_flag(self.device)  # now, so that no captured graph makes it
+        #: Made at the first call on a GPU: preparing must not need Triton.
+        self.repeats: Repeats | None = None
         for name, tensor in prepared_weights(entry, spec, weights).items():
             self.register_buffer(name, tensor.to(self.device))
 
     def arguments(self, x: Any, routing: Routed, out: Tensor) -> dict[str, Any]:
         """What the call is made with, by the names of the installed version's parameters."""
         make = _cutlass if self.entry.form.startswith("cutlass") else _trtllm
-        values = make(self.entry, _Call(self.spec, dict(self.named_buffers()), x, routing, out))
+        values = make(self.entry, _Call(self.spec, self._buffers, x, routing, out))
         return self.bound.arguments({name: values[name] for name in self.entry.call.keywords})
 
     def compute(
@@ -172,11 +167,21 @@ class FlashInferExperts(FixedBuffers, MoEExperts):
         if not given.shape[0]:
             return y
         if given.is_cuda:
-            _flag_strays(self.spec, routing.topk_ids)
+            self._flag_strays(routing.topk_ids)
         found = self.bound.target(**self.arguments(rows, routing, y))
         found = found[0] if isinstance(found, (list, tuple)) else found
         # versions without an ``output`` parameter give memory of their own
         return y if found.data_ptr() == y.data_ptr() else y.copy_(found)
+
+    def _flag_strays(self, ids: Tensor) -> None:
+        """Has ``hal.check()`` raise what is out of range in ``ids``; their slots are left out."""
+        from hal_core.triton import launch
+        from hal_core.triton.repeat import Repeats
+
+        if self.repeats is None:
+            self.repeats = Repeats()
+        count, flag = self.spec.num_experts, device_flag(ids.device)
+        self.repeats(len(ids), (ids,), lambda: launch.flag_only(launch.direct(ids, ids, None, count, count), flag, self.spec.top_k))
 
     def update(self, weights: MoEWeights) -> None:
         check_moe_weights(self.spec, weights)
