@@ -235,3 +235,13 @@ def test_numbers_of_enumerations_are_flashinfers():
     assert tllm_enums.ActivationType.Swiglu == moe._SWIGLU
     assert (tllm_enums.WeightLayout.MajorK, tllm_enums.WeightLayout.BlockMajorK) == (moe._MAJOR_K, moe._BLOCK_MAJOR_K)
     assert tllm_enums.RoutingMethodType.TopK == moe._TOP_K
+
+
+@pytest.mark.parametrize("name", ["cutlass_bf16", "cutlass_mxfp4_mxfp8"])
+def test_the_block_is_one_op_of_a_compiled_graph(name):
+    spec, weights = case(name)
+    op = prepared(name, spec, weights)
+    ids, scores = torch.tensor([[0, 3]] * 5, dtype=torch.int32), torch.rand(5, 2)
+    given = mxfp8(torch.randn(5, 256).bfloat16()) if name == "cutlass_mxfp4_mxfp8" else torch.randn(5, 256).bfloat16()
+    graph = torch.compile(lambda x, ids, scores: op.apply(x, Routed(ids, scores)), fullgraph=True, backend="aot_eager")
+    assert torch.equal(graph(given, ids, scores), op.apply(given, Routed(ids, scores)))

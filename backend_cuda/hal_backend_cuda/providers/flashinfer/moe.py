@@ -5,6 +5,7 @@ Whatever stands in an entry's ``architectures`` comes from FlashInfer's own sour
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +16,13 @@ from hal_backend_cuda.providers.flashinfer import DISTRIBUTION, INSTALL
 from hal_backend_cuda.providers.flashinfer.moe_entries import ENTRIES, QUANTIZERS, Entry
 from hal_backend_cuda.providers.flashinfer.moe_layouts import up
 from hal_backend_cuda.providers.flashinfer.moe_weights import STEP, prepared_weights
-from hal_backend_cuda.providers.flashinfer.mxfp8 import mxfp8_arguments
+from hal_backend_cuda.providers.flashinfer.mxfp8 import MXFP8, mxfp8_arguments
 from hal_core.calls import bind
 from hal_core.check import device_flag
 from hal_core.errors import ShapeError
 from hal_core.kernel import MoEEpilogue, MoEKernel, ShapeLimit
-from hal_core.op_parts import FixedBuffers, check_out, check_routing, check_rows
-from hal_core.ops import MoEExperts, QuantizedActivation
+from hal_core.op_parts import FixedBuffers, Numbered, check_out, check_routing, check_rows
+from hal_core.ops import MoEExperts, QuantizedActivation, Routed
 from hal_core.packages import package_refusals
 from hal_core.refusal import Refusal
 from hal_core.selection import Padding
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
     from hal_core.kernel import MoEWeights
     from hal_core.machine import Machine
-    from hal_core.ops import Routed
     from hal_core.spec import MoESpec
     from hal_core.triton.repeat import Repeats
 
@@ -143,6 +143,7 @@ class FlashInferExperts(FixedBuffers, MoEExperts):
         self.repeats: Repeats | None = None
         for name, tensor in prepared_weights(entry, spec, weights).items():
             self.register_buffer(name, tensor.to(self.device))
+        self._enrol()
 
     def arguments(self, x: Any, routing: Routed, out: Tensor) -> dict[str, Any]:
         """What the call is made with, by the names of the installed version's parameters."""
@@ -163,15 +164,31 @@ class FlashInferExperts(FixedBuffers, MoEExperts):
             rows: Any = x
         else:
             rows = check_rows(asked, x, self.spec.hidden, torch.bfloat16, self.device)
-        y = check_out(asked, out, (given.shape[0], self.spec.hidden), torch.bfloat16, self.device)
-        if not given.shape[0]:
+        room = functools.partial(check_out, asked, out, (given.shape[0], self.spec.hidden), torch.bfloat16, self.device)
+        if torch.compiler.is_compiling():
+            codes, scales = (rows.values, rows.scales) if isinstance(rows, QuantizedActivation) else (rows, None)
+            y = _EXPERTS(codes, scales, routing.topk_ids, routing.topk_weights, self.spec.hidden, self.number)
+            return y if out is None else room().copy_(y)
+        return self.run(rows, routing, room())
+
+    def run(self, rows: Tensor | QuantizedActivation, routing: Routed, y: Tensor) -> Tensor:
+        """Checked rows to ``y``."""
+        if not len(y):
             return y
-        if given.is_cuda:
+        if y.is_cuda:
             self._flag_strays(routing.topk_ids)
         found = self.bound.target(**self.arguments(rows, routing, y))
         found = found[0] if isinstance(found, (list, tuple)) else found
         # versions without an ``output`` parameter give memory of their own
         return y if found.data_ptr() == y.data_ptr() else y.copy_(found)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._enrol()
+
+    def _enrol(self) -> None:
+        """A number of its own, by which a compiled graph finds it; copies get others."""
+        self.number = _NUMBERED.enrol(self)
 
     def _flag_strays(self, ids: Tensor) -> None:
         """Has ``hal.check()`` raise what is out of range in ``ids``; their slots are left out."""
@@ -193,6 +210,26 @@ class FlashInferExperts(FixedBuffers, MoEExperts):
 
     def workspace_size(self, max_tokens: int) -> int:
         return 0
+
+
+_NUMBERED: Numbered[FlashInferExperts] = Numbered()
+
+
+def _experts(x: Tensor, scales: Tensor | None, ids: Tensor, weights: Tensor, hidden: int, number: int) -> Tensor:
+    rows = x if scales is None else QuantizedActivation(x, scales, MXFP8)
+    return _NUMBERED[number].run(rows, Routed(ids, weights), _experts_fake(x, scales, ids, weights, hidden, number))
+
+
+#: The block as ``torch.compile`` sees it.
+_EXPERTS = torch.library.custom_op(
+    "hal_cuda::flashinfer_experts", _experts, mutates_args=(),
+    schema="(Tensor x, Tensor? scales, Tensor ids, Tensor weights, int hidden, int number) -> Tensor",
+)  # fmt: skip
+
+
+@_EXPERTS.register_fake
+def _experts_fake(x, scales, ids, weights, hidden, number):
+    return x.new_empty(x.shape[0], hidden, dtype=torch.bfloat16)
 
 
 class MoEFlashInfer(MoEKernel):

@@ -16,9 +16,11 @@ from hal_core.ops import QuantizedActivation
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["mxfp8_arguments"]
+__all__ = ["MXFP8", "mxfp8_arguments"]
 
 _GROUP = 32
+#: Over what one scale holds.
+MXFP8 = f"g{_GROUP}"
 
 
 def mxfp8_arguments(flag: bool, x: Tensor | QuantizedActivation) -> dict[str, Any]:
@@ -45,7 +47,7 @@ def mxfp8_arguments(flag: bool, x: Tensor | QuantizedActivation) -> dict[str, An
     assert isinstance(x, QuantizedActivation)  # payload says so
     values, scales = x.values, x.scales
     wanted = (*values.shape[:-1], -(-values.shape[-1] // _GROUP))
-    if x.granularity != f"g{_GROUP}" or values.dtype != torch.float8_e4m3fn or scales.dtype != torch.uint8 or tuple(scales.shape) != wanted:
+    if x.granularity != MXFP8 or values.dtype != torch.float8_e4m3fn or scales.dtype != torch.uint8 or tuple(scales.shape) != wanted:
         found = f"{values.dtype} {list(values.shape)} with {scales.dtype} {list(scales.shape)} per {x.granularity}"
-        raise ShapeError("MXFP8 activations", found, f"give float8_e4m3fn [T, H] with uint8 {list(wanted)} scales per g{_GROUP}")
+        raise ShapeError("MXFP8 activations", found, f"give float8_e4m3fn [T, H] with uint8 {list(wanted)} scales per {MXFP8}")
     return {"input": values, "input_sf": scales, "use_mxfp8_act_scaling": True, "swizzled_input_sf": False}
