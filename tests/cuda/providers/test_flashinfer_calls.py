@@ -214,6 +214,22 @@ def test_later_runs_of_a_plan_go_to_flashinfers_module_with_their_own_tensors(mo
     assert wrapper.worked_out == (2 if direct else 4)
 
 
+def test_a_plan_knows_that_its_batch_was_written_to(monkeypatch):
+    monkeypatch.setattr(Plan, "_wrapper", lambda self, maker, pages: Wrapper())
+    op, plan = FlashInferKV().prepare(spec(), KVParams()), Plan(spec(), torch.device("cpu"), decode=True, graph=False)
+    op.given, plan.scale = plan, 64**-0.5
+    pages, batch = torch.zeros(2, op.page_bytes, dtype=torch.uint8), [torch.zeros(1, 2), torch.ones(1), torch.tensor([0, 1])]
+    plan.made_from(*batch)
+    assert op._planned(pages, *batch, None, True) is plan
+    batch[1] += 1
+    with pytest.raises(ShapeError, match="changed after the plan"):
+        op._planned(pages, *batch, None, True)
+    assert op._planned(pages, batch[0], batch[1].clone(), batch[2], None, True) is plan
+    with torch.inference_mode():
+        plan.made_from(torch.ones(1), *batch[1:])
+    assert op._planned(pages, *batch, None, True) is plan
+
+
 @pytest.mark.parametrize("logs", [True, False])
 def test_attention_is_one_op_of_a_compiled_graph(monkeypatch, logs):
     op = FlashInferKV().prepare(spec(), KVParams())

@@ -287,6 +287,11 @@ def test_attention_without_a_plan_follows_what_changes():
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(HalError, match="there is no plan"), torch.cuda.graph(graph):
         op.attend(q, pages, table, lengths, starts)
+    op.plan(len(pages), table, lengths, starts)
+    assert torch.equal(op.attend_only(q, pages, table, lengths, starts), out)
+    lengths += 1
+    with pytest.raises(ShapeError, match="changed after the plan"):
+        op.attend_only(q, pages, table, lengths, starts)
 
 
 def test_windows_and_caps():

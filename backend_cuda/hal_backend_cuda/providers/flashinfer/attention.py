@@ -163,10 +163,14 @@ class FlashInferKVOp(KVOp):
             causal: as ``attend`` takes it.
             graph: make a plan whose launches may be captured. Planning again for a batch of as many sequences, outside the graph,
                 changes what its replays read.
+
+        ``attend`` given these very tensors refuses them once torch has written to them. Of others, and of what wrote past torch, it
+        knows nothing.
         """
         batch = self._batch(self._host(block_table, lengths, query_starts), block_table.shape, pages)
         found = planned(self.given, self.spec, batch, self._device(block_table), graph, len(lengths), block_table.numel())
         self._set(found, batch, scale, causal)
+        found.made_from(block_table, lengths, query_starts)
         self.given = found
         return found
 
@@ -203,6 +207,8 @@ class FlashInferKVOp(KVOp):
         if self.given is not None:
             if self.given.scale != factor or (not self.given.decode and self.given.causal != causal):
                 raise ShapeError("attend", f"scale {factor}, causal {causal}", "the plan was made for others: plan again")
+            if self.given.stale(table, lengths, starts):
+                raise ShapeError("attend", "table, lengths or query starts were changed after the plan", "plan again")
             return self.given
         if torch.cuda.is_current_stream_capturing():
             raise HalError("attend under graph capture", "there is no plan", "call plan(.., graph=True) before the capture")

@@ -7,6 +7,7 @@ of all layers that share the shape, inside captured graphs too.
 from __future__ import annotations
 
 import threading
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ from hal_core.calls import Bound, Call, bind
 from hal_core.errors import ShapeError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from hal_core.spec import KVCacheSpec
@@ -92,6 +95,10 @@ class Batch:
         return bool((self.starts[1:] - self.starts[:-1] == 1).all())
 
 
+def _nothing() -> None:
+    """In the place of a tensor that counts no versions."""
+
+
 class _Launch:
     """A call of FlashInfer's module, with the tensors that another call has for it."""
 
@@ -147,6 +154,8 @@ class Plan:
         self.causal, self.scale, self.queries = True, 0.0, 0
         self.known: dict[tuple[float, float, bool], _Launch] = {}
         self.lock = threading.Lock()
+        #: The caller's tensors that it was made from, held weakly, and their versions.
+        self.source: tuple[tuple[Callable[[], Tensor | None], int], ...] = ()
 
     def _wrapper(self, maker: Bound, most_pages: int) -> Any:
         workspace = torch.zeros(_WORKSPACE, dtype=torch.uint8, device=self.device)
@@ -181,6 +190,14 @@ class Plan:
         self.known = {}
         self.causal, self.scale = causal, scale
         self.queries = int(batch.starts[-1])
+
+    def made_from(self, *tensors: Tensor) -> None:
+        """Block table, lengths and query starts as the caller has them, whose changes make the plan stale."""
+        self.source = tuple((_nothing, 0) if t.is_inference() else (weakref.ref(t), t._version) for t in tensors)
+
+    def stale(self, *tensors: Tensor) -> bool:
+        """Whether one of these is what the plan was made from and has been written to since. Of other tensors nothing is known."""
+        return any(held() is t and t._version != version for (held, version), t in zip(self.source, tensors, strict=False))
 
     def run(self, q: Tensor, cache: tuple[Tensor, Tensor], k_scale: float, v_scale: float, out: Tensor, *, lse: bool) -> Tensor | None:
         """One launch (two where a value scale is not 1); logarithms to base 2 where they are wanted.
