@@ -16,12 +16,14 @@ from triton import knobs
 from triton.runtime import driver
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-__all__ = ["DriverLaunch", "Launch", "relaunched", "watched"]
+__all__ = ["DriverLaunch", "Launch", "Moved", "relaunched", "watched"]
 
+#: Bytes of a parameter: of the widest.
+_WORD = 8
 #: Triton's words for the types of parameters: how each lies in its eight bytes.
 _FORMATS = {
     "i1": "<b", "i8": "<b", "i16": "<h", "i32": "<i", "i64": "<q", "u8": "<B", "u16": "<H", "u32": "<I", "u64": "<Q", "fp32": "<f",
@@ -42,7 +44,7 @@ class Launch:
     args: tuple[Any, ...]
     places: tuple[tuple[int, int, int], ...]
 
-    def again(self, stream: int, tensors: list[Tensor | None], pointers: list[int]) -> None:
+    def again(self, stream: int, tensors: Sequence[Tensor | None], pointers: list[int]) -> None:
         args, kernel = list(self.args), self.kernel
         for at, source, offset in self.places:
             args[at] = pointers[source] + offset
@@ -68,32 +70,47 @@ class _Config(ctypes.Structure):
     )  # fmt: skip
 
 
+class Moved:
+    """Addresses that each repetition has anew, in memory where the driver finds them: one word for all launches that take it.
+
+    known: how many tensors have addresses before the first launch; those of others, which steps make, launches write themselves.
+    """
+
+    def __init__(self, places: int, known: int) -> None:
+        self.known = known
+        self.values = (ctypes.c_uint64 * places)()
+        self.places: dict[tuple[int, int], int] = {}
+
+    def where(self, source: int, offset: int) -> int:
+        """The word of an address: of a tensor of the call, and bytes from its beginning."""
+        return ctypes.addressof(self.values) + _WORD * self.places.setdefault((source, offset), len(self.places))
+
+    def write(self, pointers: list[int]) -> None:
+        values = self.values
+        for (source, offset), at in self.places.items():
+            values[at] = pointers[source] + offset
+
+
 @dataclass(frozen=True, eq=False)
 class DriverLaunch:
-    """By the driver. Launches of one must not overlap: values and config are what the driver reads.
+    """By the driver. Repetitions must not overlap: what the driver reads is one for all.
 
-    values: parameters, eight bytes each. places: as of a launch, with numbers of parameters.
+    values: words of parameters. places: of those that move and that are not among ``moved``, as of a launch.
     """
 
     launch: Launch
     call: Callable[..., int]
     args: tuple[Any, ...]
     values: Any
-    config: _Config
     places: tuple[tuple[int, int, int], ...]
+    moved: Moved
 
-    def again(self, stream: int, tensors: list[Tensor | None], pointers: list[int]) -> None:
-        values = self.values
+    def again(self, stream: int, tensors: Sequence[Tensor | None], pointers: list[int]) -> None:
         for at, source, offset in self.places:
-            values[at] = pointers[source] + offset
-        self.config.stream = stream
+            self.values[at] = pointers[source] + offset
         if self.call(*self.args):
             # nothing was launched: Triton's launcher gives a thread its context, and errors their words
             self.launch.again(stream, tensors, pointers)
-
-    def bound(self, first: int, rooms: list[Tensor]) -> Launch | DriverLaunch:
-        """As :meth:`Launch.bound`, with parameters of its own."""
-        return relaunched(self.launch.bound(first, rooms))
 
 
 def watched() -> bool:
@@ -113,28 +130,30 @@ def _driver_call() -> Callable[..., int] | None:
         return None
 
 
-def relaunched(launch: Launch) -> Launch | DriverLaunch:
-    """The launch by the driver where all of it is understood, else as it is."""
+def relaunched(launch: Launch, stream: int, moved: Moved) -> Launch | DriverLaunch:
+    """The launch on a stream by the driver where all of it is understood, else as it is."""
     used = _parameters(launch)
     call = None if used is None else _driver_call()
     if used is None or call is None:
         return launch
-    kernel, number = launch.kernel, {at: index for index, (at, _) in enumerate(used)}
     # two more, of scratch memory that is not used
-    values = (ctypes.c_uint64 * (len(used) + 2))()
-    for index, (_, value) in enumerate(used):
-        values[index] = value
-    where = ctypes.addressof(values)
-    pointers = (ctypes.c_void_p * len(values))(*(where + 8 * index for index in range(len(values))))
+    values = (ctypes.c_uint64 * (len(used) + 2))(*(value for _, value in used))
+    where = [ctypes.addressof(values) + _WORD * index for index in range(len(values))]
+    number, places = {at: index for index, (at, _) in enumerate(used)}, []
+    for at, source, offset in launch.places:
+        if at in number and source < moved.known:
+            where[number[at]] = moved.where(source, offset)
+        elif at in number:
+            places.append((number[at], source, offset))
+    kernel = launch.kernel
     warps, _, shared = kernel.packed_metadata
-    config = _Config(launch.grid, (32 * warps, 1, 1), shared)
-    args = (ctypes.byref(config), ctypes.c_void_p(kernel.function), pointers, None)
-    places = tuple((number[at], source, offset) for at, source, offset in launch.places if at in number)
-    return DriverLaunch(launch, call, args, values, config, places)
+    config = _Config(launch.grid, (32 * warps, 1, 1), shared, stream)
+    args = (ctypes.byref(config), ctypes.c_void_p(kernel.function), (ctypes.c_void_p * len(where))(*where), None)
+    return DriverLaunch(launch, call, args, values, tuple(places), moved)
 
 
 def _parameters(launch: Launch) -> list[tuple[int, int]] | None:
-    """Arguments that the compiled kernel takes, with their eight bytes as a number; None where not all of it is understood."""
+    """Arguments that the compiled kernel takes, with their words as numbers; None where not all of it is understood."""
     kernel = launch.kernel
     launcher, signature = kernel.run, getattr(getattr(kernel, "src", None), "signature", None)
     if signature is None or any(getattr(launcher, name, None) != value for name, value in _PLAIN.items()):

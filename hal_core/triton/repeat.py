@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from triton.runtime import driver
 
-from hal_core.triton.relaunch import DriverLaunch, Launch, relaunched, watched
+from hal_core.triton.relaunch import DriverLaunch, Launch, Moved, relaunched, watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -92,12 +92,15 @@ def launched(kernel: Any, grid: tuple[int, ...], values: dict[str, Any], compile
     recorder.events.append(_Event(compiled, tuple(values[name] for name in kernel.arg_names), (*grid, 1, 1)[:3]))
 
 
-def called(function: Callable[..., Any], *args: Any, **named: Any) -> None:
-    """Call what writes into tensors that it is given, as a step of an op."""
+def called(function: Callable[..., Any], *args: Any, repeated: tuple[Any, ...] = (), **named: Any) -> None:
+    """Call what writes into tensors that it is given, as a step of an op.
+
+    repeated: more arguments for repetitions, whose tensors are of the same shapes, strides and dtypes, on the same device.
+    """
     function(*args, **named)
     recorder = _recorder()
     if recorder is not None:
-        recorder.events.append(_Event(function, args, named=tuple(named.items())))
+        recorder.events.append(_Event(function, (*args, *repeated), named=tuple(named.items())))
 
 
 def made(function: Callable[..., Tensor], *args: Any, **named: Any) -> Tensor:
@@ -119,7 +122,7 @@ class _Call:
     places: tuple[tuple[int | str, int, tuple[Any, ...] | None], ...]
     makes: bool
 
-    def again(self, stream: int, tensors: list[Tensor | None], pointers: list[int]) -> None:
+    def again(self, stream: int, tensors: Any, pointers: list[int]) -> None:
         args, named = [*self.args], {**self.named}
         for at, source, view in self.places:
             target: Any = args if type(at) is int else named
@@ -141,7 +144,7 @@ class _Call:
         return replace(self, args=tuple(args), named=named, places=tuple(places))
 
 
-_Step = Launch | DriverLaunch | _Call
+_Step = Launch | _Call
 
 
 def _viewed(tensor: Tensor | None, view: tuple[Any, ...]) -> Tensor:
@@ -170,11 +173,21 @@ def _device(index: int) -> torch.device:
 
 
 @dataclass(frozen=True, eq=False)
+class _Plan:
+    """A call's steps on one stream. memory, rooms: what lies between them, where it is that of the stream."""
+
+    steps: tuple[_Step | DriverLaunch, ...]
+    moved: Moved
+    memory: Tensor | None
+    rooms: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, eq=False)
 class _Recorded:
     """steps of a call. rooms: shape, dtype, first byte and bytes of memory between them; size: bytes of all.
 
-    inputs: number of tensors before the rooms. constants: tensors whose addresses launches hold. bound: by stream, the memory and the
-    steps with its addresses.
+    inputs: number of tensors before the rooms. constants: tensors whose addresses launches hold. plans: by stream, and whether its memory
+    is not used.
     """
 
     steps: tuple[_Step, ...]
@@ -184,38 +197,40 @@ class _Recorded:
     constants: tuple[Tensor, ...]
     device: int
     makes: bool
-    bound: dict[int, tuple[Tensor, tuple[_Step, ...], list[Tensor]]] = field(default_factory=dict)
+    plans: dict[tuple[int, bool], _Plan] = field(default_factory=dict)
 
     def again(self, given: Sequence[Tensor | None], pointers: list[int]) -> None:
         """The steps with other tensors and their addresses."""
         stream = driver.active.get_current_stream(self.device)
-        tensors, steps = [*given], self.steps
         # the default stream has the handle 0 and cannot be captured
-        alone = not self.size or self.size > _SHARED or (stream and torch.cuda.is_current_stream_capturing())
+        alone = not self.size or self.size > _SHARED or (stream != 0 and torch.cuda.is_current_stream_capturing())
         if alone:
-            for shape, dtype, _, _ in self.rooms:
-                tensors.append(torch.empty(shape, dtype=dtype, device=_device(self.device)))
-                pointers.append(tensors[-1].data_ptr())  # type: ignore[union-attr]
+            rooms = [torch.empty(shape, dtype=dtype, device=_device(self.device)) for shape, dtype, _, _ in self.rooms]
+            given = [*given, *rooms]
+            pointers += [room.data_ptr() for room in rooms]
         with _turn:
-            if not alone:
-                _, steps, rooms = self._bound(stream)
-                if self.makes:  # what is made counts from after the rooms
-                    tensors += rooms
-                    pointers += [0] * len(rooms)
-            for step in steps:
-                step.again(stream, tensors, pointers)
+            plan = self.plans.get((stream, alone))
+            if plan is None or plan.memory is not (None if alone else _shared.get((self.device, stream))):
+                plan = self.plans[stream, alone] = self._planned(stream, alone)
+            if self.makes and not alone:  # what is made counts from after the rooms
+                given = [*given, *plan.rooms]
+                pointers += [0] * len(plan.rooms)
+            plan.moved.write(pointers)
+            for step in plan.steps:
+                step.again(stream, given, pointers)
 
-    def _bound(self, stream: int) -> tuple[Tensor, tuple[_Step, ...], list[Tensor]]:
-        """The memory of a stream, and the steps and their rooms in it."""
-        found = self.bound.get(stream)
-        if found is None or found[0] is not _shared.get((self.device, stream)):
-            found = self.bound[stream] = self._bind(_memory(self.device, stream, self.size))
-        return found
-
-    def _bind(self, memory: Tensor) -> tuple[Tensor, tuple[_Step, ...], list[Tensor]]:
-        with torch.inference_mode(False):
-            rooms = [memory[first : first + size].view(dtype).view(shape) for shape, dtype, first, size in self.rooms]
-            return memory, tuple(step.bound(self.inputs, rooms) for step in self.steps), rooms
+    def _planned(self, stream: int, alone: bool) -> _Plan:
+        if len(self.plans) >= _MOST:
+            self.plans.clear()
+        memory, rooms, steps = None, [], self.steps
+        if not alone:
+            memory = _memory(self.device, stream, self.size)
+            with torch.inference_mode(False):
+                rooms = [memory[first : first + size].view(dtype).view(shape) for shape, dtype, first, size in self.rooms]
+                steps = tuple(step.bound(self.inputs, rooms) for step in self.steps)
+        moved = Moved(sum(len(step.places) for step in steps if isinstance(step, Launch)), self.inputs + len(self.rooms))
+        made = tuple(relaunched(step, stream, moved) if isinstance(step, Launch) else step for step in steps)
+        return _Plan(made, moved, memory, tuple(rooms))
 
 
 class Repeats:
@@ -315,7 +330,7 @@ def _recorded(recorder: _Recorder, tensors: tuple[Tensor | None, ...]) -> _Recor
     return _Recorded(steps, len(tensors), tuple(rooms), size, constants, driver.active.get_current_device(), bool(results))
 
 
-def _launch(event: _Event, moving: list[Tensor | None], source: Callable[[Tensor], int | None]) -> _Step:
+def _launch(event: _Event, moving: list[Tensor | None], source: Callable[[Tensor], int | None]) -> Launch:
     args, places = list(event.args), []
     for at, value in enumerate(event.args):
         if isinstance(value, torch.Tensor):
@@ -323,7 +338,7 @@ def _launch(event: _Event, moving: list[Tensor | None], source: Callable[[Tensor
             index = source(value)
             if index is not None:
                 places.append((at, index, args[at] - moving[index].data_ptr()))  # type: ignore[union-attr]
-    return relaunched(Launch(event.target, event.grid, tuple(args), tuple(places)))
+    return Launch(event.target, event.grid, tuple(args), tuple(places))
 
 
 def _call(event: _Event, moving: list[Tensor | None], source: Callable[[Tensor], int | None]) -> _Call:

@@ -188,10 +188,10 @@ def test_what_is_no_plain_launch_stays_with_triton(driven, told):
 
 @pytest.mark.parametrize("told", [{"FACTOR": "bf16"}, {"more": "i32"}], ids=str)
 def test_parameters_that_are_not_understood_stay_with_triton(driven, monkeypatch, told):
-    launch = relaunch.Launch(driven, (3, 1, 1), (0, 0, 4, 2.0), ())
-    assert isinstance(relaunch.relaunched(launch), relaunch.DriverLaunch)
+    launch, moved = relaunch.Launch(driven, (3, 1, 1), (0, 0, 4, 2.0), ()), relaunch.Moved(0, 0)
+    assert isinstance(relaunch.relaunched(launch, 7, moved), relaunch.DriverLaunch)
     monkeypatch.setattr(driven, "src", types.SimpleNamespace(signature={**driven.src.signature, **told}))
-    assert relaunch.relaunched(launch) is launch
+    assert relaunch.relaunched(launch, 7, moved) is launch
 
 
 @pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
@@ -201,6 +201,18 @@ def test_who_watches_launches_is_told_by_triton(driven, monkeypatch, hook):
     monkeypatch.setattr(relaunch.knobs.runtime, hook, lambda metadata: None)
     check(op, 2)
     assert op.slow == 2
+
+
+def test_a_repeated_step_gets_its_further_arguments():
+    repeats, given = Repeats(), []
+
+    def checked(out, check=True):
+        given.append(check)
+
+    for _ in range(3):
+        out = torch.empty(4)
+        repeats(4, (out,), lambda out=out: called(checked, out, repeated=(False,)))
+    assert given == [True, False, False]
 
 
 def test_a_recorded_call_holds_none_of_its_tensors():
