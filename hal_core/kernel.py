@@ -368,11 +368,15 @@ class KVKernel(Kernel[KVCacheSpec]):
 
 
 class MoEKernel(Kernel[MoESpec]):
-    """A block of experts. ``routing`` lists the forms it takes; ``prepare`` takes :class:`MoEWeights`."""
+    """A block of experts. ``routing`` lists the forms it takes; ``prepare`` takes :class:`MoEWeights`.
+
+    rounds_products: the products of gate and up are rounded to the activations' dtype before the activation function sees them.
+    """
 
     op = "moe"
     routing: ClassVar[tuple[str, ...]]
     epilogue: ClassVar[MoEEpilogue]
+    rounds_products: ClassVar[bool] = False
 
     def _epilogue_refusals(self, spec: MoESpec) -> tuple[Refusal, ...]:
         e, out = self.epilogue, []

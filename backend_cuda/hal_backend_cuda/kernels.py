@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hal_core.kernel import MoEEpilogue, ShapeLimit
@@ -10,7 +9,6 @@ from hal_core.spec import ACTIVATIONS
 from hal_core.triton.declared import (
     BF16,
     BLOCKS,
-    BOUND,
     FP8_BOUND,
     FP8_EXPERTS_BOUND,
     FP8_EXPERTS_LIMITS,
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hal_core.kernel import LinearWeights, MoEWeights
-    from hal_core.numerics import Numerics
     from hal_core.spec import LinearSpec, MoESpec
 
 __all__ = ["KERNELS"]
@@ -142,11 +139,8 @@ class MoEGroupedMM(MoEBF16Triton):
         expert_parallel=True, router_weight_on_input=False, routed_scaling=True, shared_experts=False, lora=False,
     )  # fmt: skip
     limits = (ShapeLimit("hidden", multiple=8), ShapeLimit("intermediate", multiple=8))  # rows start at 16 bytes
-    error_bound = 2 * BOUND
+    rounds_products = True
     priority = 150
-
-    def computes(self, spec: MoESpec) -> Numerics:
-        return replace(self.numerics, operand=spec.dtype)  # gate, up and what becomes of them are rounded to it
 
     def prepare(self, spec: MoESpec, weights: MoEWeights) -> nn.Module:
         from hal_core.triton.modules import GroupedExperts

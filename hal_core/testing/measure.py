@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hal_core.kernel import MoEKernel
+from hal_core.spec import MoESpec
 from hal_core.testing.case import CheckFailedError
 
 if TYPE_CHECKING:
@@ -43,7 +45,9 @@ def allowed(kernel: Kernel[Any], spec: Spec) -> float:
 
 def roundings(kernel: Kernel[Any], spec: Spec) -> int:
     """How often a row is rounded: a declared operand is before each product, and experts have two in a row."""
-    return 2 if kernel.computes(spec).operand != "own" and hasattr(spec, "intermediate") else 1
+    if not isinstance(kernel, MoEKernel) or not isinstance(spec, MoESpec):
+        return 1
+    return 1 + (kernel.computes(spec).operand != "own") + kernel.rounds_products
 
 
 def allowed_rounded(kernel: Kernel[Any], spec: Spec) -> float:

@@ -25,6 +25,7 @@ __all__ = [
     "BF16",
     "BLOCKS",
     "BOUND",
+    "EXPERTS_BOUND",
     "FP8_BOUND",
     "FP8_EXPERTS_BOUND",
     "FP8_EXPERTS_LIMITS",
@@ -54,11 +55,13 @@ FP16 = SchemeSet(("fp16",), (GranularityKind.CHANNEL,), NO_ZERO, act_order=False
 EXACT = Numerics(deterministic=True)
 FP8_GROUPS = Numerics((ActivationQuant("fp8_e4m3", "g128"),), deterministic=True)
 FP8_TOKENS = Numerics((ActivationQuant("fp8_e4m3", "token"),), deterministic=True)
-#: bf16 rounds by 1.7e-3 in the L2 sense: the output, what lies between two products, and, with many rows, the scaled weights.
-BOUND = 6e-3
+#: bf16 rounds by 1.7e-3 in the L2 sense: the output, and, with many rows, the scaled weights; of experts also what lies between two
+#: products.
+BOUND, EXPERTS_BOUND = 6e-3, 1.2e-2
 #: e4m3 rounds activations by up to 2**-4: 2.1e-2 in the L2 sense at the middle of many problems, and 3.6e-2 through experts, which
-#: round twice. The bounds are for the worst row of small ones, whose terms cancel.
-FP8_BOUND, FP8_EXPERTS_BOUND = 1e-1, 1.5e-1
+#: round twice. The bounds are for the worst row of small ones, whose terms cancel: one token's row is off by 0.217 in float64 too, where
+#: nothing but the activations is rounded.
+FP8_BOUND, FP8_EXPERTS_BOUND = 1e-1, 2.5e-1
 #: Rows and columns of the blocks of fp8 weights that are served.
 BLOCK = (128, 128)
 EPILOGUE = MoEEpilogue(
@@ -122,7 +125,7 @@ class MoETritonBase(MoEKernel):
     limits = ()
     m_range = (1, None)
     layout = "triton.steps16"
-    error_bound = BOUND
+    error_bound = EXPERTS_BOUND
     priority = 200
 
     def refusals(self, spec: MoESpec, machine: Machine) -> tuple[Refusal, ...]:

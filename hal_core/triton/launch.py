@@ -255,15 +255,18 @@ def widened(weight: IntegerMatrix, first: int, out: Tensor) -> Tensor:
     return out
 
 
+def _sum_width(rows: int, h: int) -> int:
+    """Columns that one program sums: few rows need more programs to fill a GPU."""
+    return min(512 if rows <= 256 else 1024, max(128, 1 << (h - 1).bit_length()))
+
+
 def sum_slots(
     y: Tensor, out: Tensor, route: Route, scaling: float, flag: Tensor | None = None, bias: Tensor | None = None, parts: int = 1
 ) -> None:
     """``out [rows, h]`` from ``y [parts, rows * top_k, h]``; reports wrong ids where nothing before it did (``flag``)."""
     rows, h = out.shape
     ids, mapping = route.tensors[:2]
-    width = min(1024, max(128, 1 << (h - 1).bit_length()))
-    if rows < 32:
-        width = min(width, 256)
+    width = _sum_width(rows, h)
     values = {
         "y_ptr": y, "out_ptr": out, "ids_ptr": ids, "map_ptr": mapping, "b_ptr": y if bias is None else bias,
         "flag_ptr": y if flag is None else flag, "rows": rows, "H": h, "part_stride": route.rows * h, "num_experts": route.num_experts,
@@ -282,14 +285,14 @@ def weighted_sum(
     ``ids [T, k]``: experts, slots of whose local ones lie in ``y [T * k, h]``; or, ``placed``, each slot's row of ``y``, -1 for none.
     """
     tokens, top_k, width = *ids.shape, y.shape[1]
-    block = 256 if tokens <= 256 else min(1024, 1 << (width - 1).bit_length())
+    block = _sum_width(tokens, width)
     values = {
         "y_ptr": y, "out_ptr": out, "ids_ptr": ids, "weights_ptr": weights, "H": width,
         "map_ptr": ids if expert_map is None else expert_map,
         "num_experts": num_experts, "experts": experts, "scaling": float(scaling), "TOP_K": top_k, "SUM": out.dim() == 2,
         "HAS_MAP": expert_map is not None, "PLACES": placed, "BH": block,
     }  # fmt: skip
-    run(routing.weighted_sum, (tokens, -(-width // block)), values, max(1, block // 256), 1)
+    run(routing.weighted_sum, (tokens, -(-width // block)), values, 4, 1)
 
 
 def _activation_values(up: Tensor, gate: Tensor | None, epilogue: Epilogue) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from hal_core.schemes import WeightScheme
 from hal_core.testing import CHECKS, Expectations, Kit, Status, kit_of, plan_of, run_case
 from hal_core.testing.brief import meetings
 from hal_core.testing.case import CheckFailedError, Verdict
-from hal_core.testing.checks import FUNCTIONS
+from hal_core.testing.checks import FUNCTIONS, state
 from hal_core.testing.checks.caches import CACHE_FUNCTIONS
 from hal_core.testing.checks.memory import Guarded
 from hal_core.testing.data import random_weight
@@ -322,3 +322,12 @@ def test_command_writes_markdown_and_exits_with_zero(monkeypatch, tmp_path: Path
     done = verify("reference", "--markdown", str(tmp_path / "m.md"))
     assert done.exit_code == 0, done.output
     assert (tmp_path / "m.md").read_text().startswith("# Support matrix")
+
+
+@pytest.mark.parametrize("loss", [2.0**-8, 2.0**-11])
+def test_a_scale_is_moved_by_more_than_a_transform_may_lose(loss: float) -> None:
+    for value in (0.0, 0.5, -0.5, *(-loss / (0.02 + 4 * loss) * step for step in (0.98, 1.0, 1.02))):
+        before = torch.tensor([1.0, value], dtype=torch.bfloat16)
+        after = state._moved(before, loss)
+        assert after[0] == before[0]
+        assert abs(float(after[1] - before[1])) > loss * abs(value), value

@@ -11,6 +11,7 @@ from hal_backend_rocm.aiter_provider.entries import LINEARS, MOES, Entry, entry_
 from hal_backend_rocm.aiter_provider.served import missing, provider_refusals
 from hal_core.kernel import LinearEpilogue, LinearKernel, MoEEpilogue, MoEKernel, ShapeLimit
 from hal_core.selection import widened
+from hal_core.triton.declared import FP8_EXPERTS_BOUND
 
 if TYPE_CHECKING:
     from hal_backend_rocm.aiter_provider.ops import AiterExperts, AiterLinear
@@ -25,7 +26,7 @@ __all__ = ["KERNELS", "LinearAiter", "MoEAiter"]
 #: Above this backend's Triton kernels, whose tiles nobody has tuned.
 _PRIORITY = 250
 #: Of experts, by what their activations are quantized to.
-_ERROR_BOUNDS = {"exact": 6e-3, "int8": 5e-2, "fp8_e4m3": 1.5e-1, "mxfp4": 4e-1}
+_ERROR_BOUNDS = {"exact": 6e-3, "int8": 5e-2, "fp8_e4m3": FP8_EXPERTS_BOUND, "mxfp4": 4e-1}
 
 
 def _limits(entry: Entry) -> tuple[ShapeLimit, ...]:

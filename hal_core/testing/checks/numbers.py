@@ -149,7 +149,7 @@ def _expert_map(bench: Bench) -> tuple[_Setting, _Setting]:
 
 _SETTINGS: dict[str, Any] = {
     "limit": _activation("limit", 1.0, 100.0),
-    "alpha": _activation("alpha", 0.5, 3.0),
+    "alpha": _activation("alpha", 0.05, 3.0),
     "routed_scaling": _field("routed_scaling", 1.0, 2.5),
     "router_weight_on_input": _router_weight_on_input,
     "bias": _bias,

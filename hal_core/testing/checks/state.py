@@ -69,7 +69,9 @@ def _moved(tensor: Tensor, loss: float) -> Tensor:
     """The last element changed by more than a declared transform may lose, and than its own type may."""
     changed = tensor.clone().contiguous()
     most = max(1.02 + 4 * loss, 1.1 + torch.finfo(tensor.dtype).eps if tensor.itemsize == 1 else 0.0)
-    changed.reshape(-1)[-1:] = (changed.reshape(-1)[-1:].float() * most + loss).to(tensor.dtype)
+    last = changed.reshape(-1)[-1:].float()
+    # away from zero: the two parts must not cancel
+    changed.reshape(-1)[-1:] = (last * most + torch.where(last < 0, -loss, loss)).to(tensor.dtype)
     return changed
 
 

@@ -92,6 +92,8 @@ def test_integer_group_scales_are_told_as_a_change_of_the_weights():
         ("w4a16", linear("int4:g32", out_dtype="fp32"), "dtype.output"),
         ("w4a16", linear("int4:g32", dtype="fp32"), "dtype.activation"),
         ("mxfp4", linear("mxfp4:g32", dtype="fp16"), "dtype.activation"),
+        ("w8a16", linear("int8:channel", dtype="fp16"), "dtype.activation"),
+        ("w8a8", linear("int8:channel", dtype="fp16"), "dtype.activation"),
         ("fp8_a16", linear("fp8_e4m3:b64x128"), "scheme.granularity"),
     ],
 )
@@ -105,6 +107,16 @@ def test_refusals_of_experts():
     assert codes(name, replace(experts("int4:g128"), down=WeightScheme.parse("int4:g64"))) == ["epilogue.mixed_schemes"]
     assert codes(name, experts("int4:g256", intermediate=128)) == ["scheme.group"]
     assert codes(name, experts("int4:g128", expert_map=True, local_experts=4, bias=True, routed_scaling=2.5)) == []
+
+
+def test_fp16_is_refused_where_sums_are_rounded_before_the_scales_of_rows():
+    for recipe, scheme in (("w4a16", "int4:channel"), ("w8a16", "int8:channel"), ("fp8_a16", "fp8_e4m3:channel"), ("nvfp4", "nvfp4:g16")):
+        name = f"moe_humming_{recipe}"
+        assert codes(name, experts(scheme, dtype="fp16")) == ["dtype.activation"]
+        assert codes(name, experts(scheme)) == []
+    # one global scale is applied in float32; gate and up in one matrix have two
+    assert codes("moe_humming_nvfp4", replace(experts("nvfp4:g16", dtype="fp16"), gate=None)) == []
+    assert codes("moe_humming_w4a16", experts("int4:g128", dtype="fp16")) == []
 
 
 def test_processors_and_old_devices_are_refused():

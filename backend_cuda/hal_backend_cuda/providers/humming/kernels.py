@@ -48,7 +48,11 @@ class _Humming:
         if turing and spec.dtype == "bf16":
             out.append(Refusal("dtype.activation", "bf16", "tensor cores of sm_75 take fp16", "run the model in fp16"))
         schemes = {spec.weights} if hasattr(spec, "weights") else set(spec.schemes)
+        stacked = getattr(spec, "gate", None) is not None
         for scheme in sorted(schemes, key=str):
+            if spec.dtype == "fp16" and self._recipe.narrow(scheme, stacked):
+                found = "sums of codes become fp16 before they are multiplied by a row's scale, and pass its range"
+                out.append(Refusal("dtype.activation", f"fp16 with {scheme}", found, "run the model in bf16, or use scales of groups"))
             out += self._group_refusals(str(scheme), scheme.granularity.group, scheme.granularity.block, columns)
         return tuple(out)
 
@@ -97,6 +101,7 @@ class MoEHumming(_Humming, MoEKernel):
         expert_parallel=True, router_weight_on_input=False, routed_scaling=True, shared_experts=False, lora=False,
     )  # fmt: skip
     limits = (ShapeLimit("hidden", multiple=_STEP), ShapeLimit("intermediate", multiple=_STEP))
+    rounds_products = True
     m_range = (1, None)
 
     def __init__(self, recipe: Recipe) -> None:

@@ -92,6 +92,13 @@ class Recipe:
         rounded = floats or (stacked and scheme.dtype == "nvfp4")
         return (*((Transform(f"recast_scales:{dtype}", _ROUNDING[dtype]),) if rounded else ()), *self.transforms)
 
+    def narrow(self, scheme: WeightScheme, stacked: bool = False) -> bool:
+        """Whether sums are rounded to the dtype of results before the scales of weights: sums of codes pass the range of fp16.
+
+        So it is where a scale holds for a whole row; scales of groups are in the weights that are multiplied.
+        """
+        return scheme.granularity.kind is _CHANNEL or (stacked and scheme.dtype == "nvfp4")
+
     def weight_words(self, scheme: WeightScheme, stacked: bool = False) -> dict[str, object]:
         """Arguments of Humming's weight schema for ``scheme``; stacked: as in :meth:`changes`."""
         g = scheme.granularity
@@ -116,9 +123,9 @@ RECIPES: tuple[Recipe, ...] = (
     Recipe("w8a16", _set(("int8",), (_CHANNEL, _GROUP)), _ALL),
     Recipe("w4a8_int8", _set(("int4",), (_GROUP,), group=32), _ALL, ActivationQuant("int8", "token"), transforms=(INTEGER_SCALES,)),
     Recipe("w4a8_fp8", _set(("int4",), (_GROUP,), group=32), _FP8, ActivationQuant("fp8_e4m3", "token")),
-    Recipe("w8a8", _set(("int8",), (_CHANNEL,)), _ALL, ActivationQuant("int8", "token")),
+    Recipe("w8a8", _set(("int8",), (_CHANNEL,)), _ALL[1:], ActivationQuant("int8", "token"), dtypes=("bf16",)),
     Recipe("fp8_block", _set(("fp8_e4m3",), (_BLOCK,)), _FP8, ActivationQuant("fp8_e4m3", "g128")),
-    Recipe("fp8_channel", _set(("fp8_e4m3",), (_CHANNEL,)), _FP8, ActivationQuant("fp8_e4m3", "token")),
+    Recipe("fp8_channel", _set(("fp8_e4m3",), (_CHANNEL,)), _FP8, ActivationQuant("fp8_e4m3", "token"), dtypes=("bf16",)),
     Recipe("fp8_a16", _set(("fp8_e4m3",), (_CHANNEL, _BLOCK)), _ALL),
     Recipe("mxfp4", _set(("mxfp4",), (_GROUP,), group=32), _ALL[1:], dtypes=("bf16",)),
     Recipe("nvfp4", _set(("nvfp4",), (_GROUP,)), _ALL),
