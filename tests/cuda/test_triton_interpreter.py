@@ -16,6 +16,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 import triton_cases as cases
 import triton_interpreter
+from hal_backend_cuda.providers.flashinfer.beside import launch_merge, merge_on_host
 
 from hal_core.check import check
 from hal_core.errors import ShapeError
@@ -113,3 +114,13 @@ def test_an_activation_is_quantized_as_if_it_had_been_written(kind, limit, gated
     assert wanted_scales.nan_to_num(0).count_nonzero() >= 4
     assert torch.equal(scales.nan_to_num(-1.0), wanted_scales.nan_to_num(-1.0))
     assert torch.equal(codes.view(torch.uint8), wanted.view(torch.uint8))
+
+
+def test_slots_of_one_expert_are_merged():
+    ids = torch.tensor([[3, 1, 3], [5, 5, 5], [-1, 6, -1], [0, 2, 4]] * 20, dtype=torch.int32)
+    weights = torch.randn(80, 3)
+    out = torch.full_like(ids, 99), torch.full_like(weights, float("nan"))
+    launch_merge((ids, weights), out, 6, 1.5)
+    assert out[0][:4].tolist() == [[3, 1, -1], [5, -1, -1], [-1, -1, -1], [0, 2, 4]]
+    for found, wanted in zip(out, merge_on_host(ids, weights, 6, 1.5), strict=True):
+        torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-6)

@@ -187,9 +187,9 @@ def test_activations_are_quantized_as_if_they_had_been_written(name, rows, width
         assert torch.equal(one.view(torch.uint8), two.view(torch.uint8))
 
 
-@pytest.mark.parametrize(("name", "scheme", "bound"), [("bf16", "bf16", 1e-2), ("fp8_block", "fp8_e4m3:b128x128", 5e-2)])
-def test_cutlass_experts(name, scheme, bound):
-    """Numbers, skipped and stray ids, a graph that follows inputs and updates. Sizes that are padded: 200 to 256."""
+@pytest.mark.parametrize(("name", "scheme"), [("bf16", "bf16"), ("fp8_block", "fp8_e4m3:b128x128")])
+def test_cutlass_experts(name, scheme):
+    """Numbers, skipped, stray and repeated ids, a graph that follows inputs and updates. Sizes that are padded: 200 to 256."""
     jit = pytest.importorskip("flashinfer.jit.fused_moe", reason="needs flashinfer-python")
     if torch.cuda.get_device_capability() != (9, 0) or not jit.gen_cutlass_fused_moe_sm90_module().is_compiled:
         pytest.skip("needs sm_90 and FlashInfer's library fused_moe_90, which compiles for hours: build it beforehand")
@@ -203,9 +203,10 @@ def test_cutlass_experts(name, scheme, bound):
     def wanted(x, way, seed):
         return ReferenceMoE().prepare(spec, weights(seed)).apply(x.float(), way)
 
-    op = kernel.prepare(spec, weights(0))
+    op, bound = kernel.prepare(spec, weights(0)), kernel.error_bound
     for tokens in (1, 33, 700):
         x, way = torch.randn(tokens, 256, device=DEVICE).bfloat16(), routing(tokens)
+        way.topk_ids[2:9, 1] = way.topk_ids[2:9, 0]
         way.topk_ids[0, 0] = -1
         out = op.apply(x, way, out=torch.full_like(x, math.nan))
         assert error(out, wanted(x, way, 0)) < bound

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs triton")
 
-from hal_backend_cuda.providers.flashinfer import page_kernels
+from hal_backend_cuda.providers.flashinfer import beside_kernels
 from triton_offline import compile_kernel
 
 from hal_core.triton import routing
@@ -48,11 +48,16 @@ CASES = {
          "experts": 128, "scaling": 2.5, "TOP_K": 8, "SUM": True, "HAS_MAP": True, "PLACES": False, "BH": 1024}, 4,
     ),
     "append": (
-        page_kernels.append_tokens,
+        beside_kernels.append_tokens,
         {"x_ptr": HALVES, "pages_ptr": meta(torch.float8_e4m3fn), "slots_ptr": LONGS, "width": 1024, "page_size": 16, "page_stride": 32768,
          "side": 16384, "slot_count": 1 << 20, "scale": 0.02, "FP8": True, "BW": 1024}, 4,
     ),
-    "logs": (page_kernels.natural_logs, {"lse_ptr": FLOATS, "count": 2048, "BW": 1024}, 4),
+    "merge": (
+        beside_kernels.merge_slots,
+        {"ids_ptr": INTS, "weights_ptr": FLOATS, "ids_out_ptr": INTS, "weights_out_ptr": FLOATS, "tokens": 4096, "num_experts": 128,
+         "scaling": 1.5, "TOP_K": 8, "P": 32}, 1,
+    ),
+    "logs": (beside_kernels.natural_logs, {"lse_ptr": FLOATS, "count": 2048, "BW": 1024}, 4),
 }  # fmt: skip
 
 

@@ -1,4 +1,7 @@
-"""What is launched beside FlashInfer: tokens into pages ``[num_pages, 2, page_size, kv heads, head_dim]``, and natural logarithms."""
+"""What is launched beside FlashInfer: tokens into pages, natural logarithms, and slots of the same expert merged.
+
+Pages are ``[num_pages, 2, page_size, kv heads, head_dim]`` here.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from hal_core.errors import ShapeError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["check_slots", "launch_natural_logs", "launch_store", "store_on_host"]
+__all__ = ["check_slots", "launch_merge", "launch_natural_logs", "launch_store", "merge_on_host", "store_on_host"]
 
 _LARGEST = 448.0
 #: The slots that were last found right, held weakly.
@@ -45,7 +48,7 @@ def check_slots(slots: Tensor, count: int) -> None:
 
 def launch_store(cache: Tensor, tokens: tuple[Tensor, Tensor], slots: Tensor, scales: tuple[float, float]) -> None:
     """Keys and values ``tokens`` of ``[T, kv heads, head_dim]`` to their slots, by one launch each; what is out of range is skipped."""
-    from hal_backend_cuda.providers.flashinfer.page_kernels import append_tokens
+    from hal_backend_cuda.providers.flashinfer.beside_kernels import append_tokens
     from hal_core.triton import launch
 
     size, width = cache.shape[2], cache.shape[3] * cache.shape[4]
@@ -71,8 +74,32 @@ def store_on_host(cache: Tensor, tokens: tuple[Tensor, Tensor], slots: Tensor, s
 
 def launch_natural_logs(lse: Tensor) -> None:
     """In place; of rows that saw no token, which FlashInfer gives as -50000, -infinity."""
-    from hal_backend_cuda.providers.flashinfer.page_kernels import natural_logs
+    from hal_backend_cuda.providers.flashinfer.beside_kernels import natural_logs
     from hal_core.triton import launch
 
     count = lse.numel()
     launch.run(natural_logs, (-(-count // 1024),), {"lse_ptr": lse, "count": count, "BW": 1024}, 4, 3)
+
+
+def launch_merge(given: tuple[Tensor, Tensor], out: tuple[Tensor, Tensor], num_experts: int, scaling: float) -> None:
+    """Ids ``int32 [T, k]`` and weights ``float32 [T, k]`` of a routing to those of one in which no token has an expert twice.
+
+    FlashInfer counts an expert once for a token where tokens or slots are many, and reads what was never written for the others.
+    """
+    from hal_backend_cuda.providers.flashinfer.beside_kernels import merge_slots
+    from hal_core.triton import launch
+
+    tokens, top_k = given[0].shape
+    values = {
+        "ids_ptr": given[0], "weights_ptr": given[1], "ids_out_ptr": out[0], "weights_out_ptr": out[1], "tokens": tokens,
+        "num_experts": num_experts, "scaling": scaling, "TOP_K": top_k, "P": 32,
+    }  # fmt: skip
+    launch.run(merge_slots, (-(-tokens // 32),), values, 1, 1)
+
+
+def merge_on_host(ids: Tensor, weights: Tensor, num_experts: int, scaling: float) -> tuple[Tensor, Tensor]:
+    """The same without a GPU."""
+    same = ids.unsqueeze(2) == ids.unsqueeze(1)
+    kept = (ids >= 0) & (ids < num_experts) & ~same.tril(-1).any(2)
+    total = torch.where(same, weights.unsqueeze(1), 0.0).sum(2) * scaling
+    return torch.where(kept, ids, -1), torch.where(kept, total, 0.0)

@@ -1,9 +1,9 @@
-"""Triton kernels beside FlashInfer's: tokens into pages, and logarithms as this project counts them."""
+"""Triton kernels beside FlashInfer's: tokens into pages, logarithms as this project counts them, one slot of a token for an expert."""
 
 import triton
 import triton.language as tl
 
-__all__ = ["append_tokens", "natural_logs"]
+__all__ = ["append_tokens", "merge_slots", "natural_logs"]
 
 
 @triton.jit
@@ -32,3 +32,25 @@ def natural_logs(lse_ptr, count, BW: tl.constexpr):
     x = tl.load(lse_ptr + lane, mask=lane < count, other=0.0)
     x = tl.where(x < -40000.0, float("-inf"), x * 0.6931471805599453)
     tl.store(lse_ptr + lane, x, mask=lane < count)
+
+
+@triton.jit
+def merge_slots(
+    ids_ptr, weights_ptr, ids_out_ptr, weights_out_ptr, tokens, num_experts, scaling, TOP_K: tl.constexpr, P: tl.constexpr
+):  # fmt: skip
+    """Weights of a token's slots with the same expert go to the first of them, times ``scaling``; the others get the id -1 and 0.
+
+    So do slots whose id is none of an expert. ``ids, weights [tokens, TOP_K]``.
+    """
+    token = tl.program_id(0) * P + tl.arange(0, P)
+    inside = token < tokens
+    for j in range(TOP_K):
+        ids = tl.load(ids_ptr + token * TOP_K + j, mask=inside, other=-1)
+        kept = (ids >= 0) & (ids < num_experts)
+        total = tl.zeros((P,), tl.float32)
+        for i in range(TOP_K):
+            same = tl.load(ids_ptr + token * TOP_K + i, mask=inside, other=-1) == ids
+            total += tl.where(same, tl.load(weights_ptr + token * TOP_K + i, mask=inside, other=0.0), 0.0)
+            kept = kept & ((i >= j) | (same == 0))
+        tl.store(ids_out_ptr + token * TOP_K + j, tl.where(kept, ids, -1), mask=inside)
+        tl.store(weights_out_ptr + token * TOP_K + j, tl.where(kept, total * scaling, 0.0), mask=inside)
