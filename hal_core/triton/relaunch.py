@@ -10,20 +10,20 @@ import ctypes
 import functools
 import struct
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from triton import knobs
 from triton.runtime import driver
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from torch import Tensor
 
-__all__ = ["DriverLaunch", "Launch", "Moved", "relaunched", "watched"]
+__all__ = ["WORD", "DriverLaunch", "Launch", "LaunchConfig", "Moved", "Step", "driven", "driver_library", "relaunched", "watched"]
 
 #: Bytes of a parameter: of the widest.
-_WORD = 8
+WORD = 8
 #: Triton's words for the types of parameters: how each lies in its eight bytes.
 _FORMATS = {
     "i1": "<b", "i8": "<b", "i16": "<h", "i32": "<i", "i64": "<q", "u8": "<B", "u16": "<H", "u32": "<I", "u64": "<Q", "fp32": "<f",
@@ -44,7 +44,7 @@ class Launch:
     args: tuple[Any, ...]
     places: tuple[tuple[int, int, int], ...]
 
-    def again(self, stream: int, tensors: Sequence[Tensor | None], pointers: list[int]) -> None:
+    def again(self, stream: int, tensors: Any, pointers: list[int]) -> None:
         args, kernel = list(self.args), self.kernel
         for at, source, offset in self.places:
             args[at] = pointers[source] + offset
@@ -61,7 +61,7 @@ class Launch:
         return replace(self, args=tuple(args), places=tuple(places))
 
 
-class _Config(ctypes.Structure):
+class LaunchConfig(ctypes.Structure):
     """``CUlaunchConfig``: blocks, threads of each, shared bytes, the stream, attributes."""
 
     _fields_ = (
@@ -83,7 +83,7 @@ class Moved:
 
     def where(self, source: int, offset: int) -> int:
         """The word of an address: of a tensor of the call, and bytes from its beginning."""
-        return ctypes.addressof(self.values) + _WORD * self.places.setdefault((source, offset), len(self.places))
+        return ctypes.addressof(self.values) + WORD * self.places.setdefault((source, offset), len(self.places))
 
     def write(self, pointers: list[int]) -> None:
         values = self.values
@@ -91,26 +91,43 @@ class Moved:
             values[at] = pointers[source] + offset
 
 
+class Step(Protocol):
+    """A step of a recorded call."""
+
+    def again(self, stream: int, tensors: Any, pointers: list[int]) -> None: ...
+
+
 @dataclass(frozen=True, eq=False)
 class DriverLaunch:
     """By the driver. Repetitions must not overlap: what the driver reads is one for all.
 
-    values: words of parameters. places: of those that move and that are not among ``moved``, as of a launch.
+    otherwise: the same by the library that launched it first. kept: what ``args`` point to. places: words of addresses that ``moved`` does
+    not have, with the tensor and bytes from its beginning.
     """
 
-    launch: Launch
+    otherwise: Step
     call: Callable[..., int]
     args: tuple[Any, ...]
-    values: Any
-    places: tuple[tuple[int, int, int], ...]
-    moved: Moved
+    kept: tuple[Any, ...]
+    places: tuple[tuple[ctypes.c_uint64, int, int], ...]
 
-    def again(self, stream: int, tensors: Sequence[Tensor | None], pointers: list[int]) -> None:
-        for at, source, offset in self.places:
-            self.values[at] = pointers[source] + offset
+    def again(self, stream: int, tensors: Any, pointers: list[int]) -> None:
+        for word, source, offset in self.places:
+            word.value = pointers[source] + offset
         if self.call(*self.args):
-            # nothing was launched: Triton's launcher gives a thread its context, and errors their words
-            self.launch.again(stream, tensors, pointers)
+            # nothing was launched: a launcher of the runtime's gives a thread its context, and errors their words
+            self.otherwise.again(stream, tensors, pointers)
+
+
+def driven(
+    otherwise: Step, function: int, config: LaunchConfig, where: list[int], values: Any, moved: Moved,
+    places: tuple[tuple[ctypes.c_uint64, int, int], ...] = (),
+) -> DriverLaunch:  # fmt: skip
+    """A launch of parameters at the addresses ``where``, which are of ``values`` and ``moved``."""
+    library = driver_library()
+    assert library is not None  # or there would be no launch
+    args = (ctypes.byref(config), ctypes.c_void_p(function), (ctypes.c_void_p * len(where))(*where), None)
+    return DriverLaunch(otherwise, library.cuLaunchKernelEx, args, (values, moved), places)
 
 
 def watched() -> bool:
@@ -120,36 +137,33 @@ def watched() -> bool:
 
 
 @functools.cache
-def _driver_call() -> Callable[..., int] | None:
-    """``cuLaunchKernelEx``; None where the driver is another."""
+def driver_library() -> Any:
+    """CUDA's driver; None where it is another."""
     if driver.active.get_current_target().backend != "cuda":
         return None
     try:
-        return ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
-    except (OSError, AttributeError):
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
         return None
 
 
 def relaunched(launch: Launch, stream: int, moved: Moved) -> Launch | DriverLaunch:
     """The launch on a stream by the driver where all of it is understood, else as it is."""
     used = _parameters(launch)
-    call = None if used is None else _driver_call()
-    if used is None or call is None:
+    if used is None or driver_library() is None:
         return launch
     # two more, of scratch memory that is not used
     values = (ctypes.c_uint64 * (len(used) + 2))(*(value for _, value in used))
-    where = [ctypes.addressof(values) + _WORD * index for index in range(len(values))]
+    where = [ctypes.addressof(values) + WORD * index for index in range(len(values))]
     number, places = {at: index for index, (at, _) in enumerate(used)}, []
     for at, source, offset in launch.places:
         if at in number and source < moved.known:
             where[number[at]] = moved.where(source, offset)
         elif at in number:
-            places.append((number[at], source, offset))
-    kernel = launch.kernel
-    warps, _, shared = kernel.packed_metadata
-    config = _Config(launch.grid, (32 * warps, 1, 1), shared, stream)
-    args = (ctypes.byref(config), ctypes.c_void_p(kernel.function), (ctypes.c_void_p * len(where))(*where), None)
-    return DriverLaunch(launch, call, args, values, tuple(places), moved)
+            places.append((ctypes.c_uint64.from_address(where[number[at]]), source, offset))
+    warps, _, shared = launch.kernel.packed_metadata
+    config = LaunchConfig(launch.grid, (32 * warps, 1, 1), shared, stream)
+    return driven(launch, launch.kernel.function, config, where, values, moved, tuple(places))
 
 
 def _parameters(launch: Launch) -> list[tuple[int, int]] | None:

@@ -15,14 +15,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from triton.runtime import driver
 
-from hal_core.triton.relaunch import DriverLaunch, Launch, Moved, relaunched, watched
+from hal_core.triton.captured import captured
+from hal_core.triton.relaunch import Launch, Moved, relaunched, watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
     from torch import Tensor
 
-__all__ = ["Repeats", "called", "launched", "made", "room"]
+    from hal_core.triton.relaunch import Step
+
+__all__ = ["Repeats", "called", "kernel_called", "launched", "made", "room"]
 
 #: Bytes between the steps of a call up to which it takes them from the memory that its stream's calls share, which saves asking for them.
 _SHARED = 1 << 25
@@ -45,13 +48,14 @@ class _Recorder:
 
 @dataclass(frozen=True, eq=False)
 class _Event:
-    """A launch by a compiled kernel (``target``), or a call; result: of a call that makes a tensor."""
+    """A launch by a compiled kernel (``target``), or a call; result: of a call that makes a tensor; kernel: it launches just one."""
 
     target: Any
     args: tuple[Any, ...]
     grid: tuple[int, ...] = ()
     named: tuple[tuple[str, Any], ...] = ()
     result: Tensor | None = None
+    kernel: bool = False
 
     @property
     def handed(self) -> tuple[Any, ...]:
@@ -92,15 +96,23 @@ def launched(kernel: Any, grid: tuple[int, ...], values: dict[str, Any], compile
     recorder.events.append(_Event(compiled, tuple(values[name] for name in kernel.arg_names), (*grid, 1, 1)[:3]))
 
 
-def called(function: Callable[..., Any], *args: Any, repeated: tuple[Any, ...] = (), **named: Any) -> None:
-    """Call what writes into tensors that it is given, as a step of an op.
-
-    repeated: more arguments for repetitions, whose tensors are of the same shapes, strides and dtypes, on the same device.
-    """
+def called(function: Callable[..., Any], *args: Any, **named: Any) -> None:
+    """Call what writes into tensors that it is given, as a step of an op."""
     function(*args, **named)
     recorder = _recorder()
     if recorder is not None:
-        recorder.events.append(_Event(function, (*args, *repeated), named=tuple(named.items())))
+        recorder.events.append(_Event(function, args, named=tuple(named.items())))
+
+
+def kernel_called(function: Callable[..., Any], *args: Any, repeated: tuple[Any, ...] = ()) -> None:
+    """The same, of what launches a kernel and does nothing else: repetitions may launch that.
+
+    repeated: more arguments for repetitions, whose tensors are of the same shapes, strides and dtypes, on the same device.
+    """
+    function(*args)
+    recorder = _recorder()
+    if recorder is not None:
+        recorder.events.append(_Event(function, (*args, *repeated), kernel=True))
 
 
 def made(function: Callable[..., Tensor], *args: Any, **named: Any) -> Tensor:
@@ -114,13 +126,17 @@ def made(function: Callable[..., Tensor], *args: Any, **named: Any) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """places: (argument, which tensor of the call; shape, strides and offset in elements where it is a view of that)."""
+    """places: (argument, which tensor of the call; shape, strides and offset in elements where it is a view of that).
+
+    kernel: all that it does is the launch of one.
+    """
 
     function: Any
     args: tuple[Any, ...]
     named: dict[str, Any]
     places: tuple[tuple[int | str, int, tuple[Any, ...] | None], ...]
     makes: bool
+    kernel: bool
 
     def again(self, stream: int, tensors: Any, pointers: list[int]) -> None:
         args, named = [*self.args], {**self.named}
@@ -176,7 +192,7 @@ def _device(index: int) -> torch.device:
 class _Plan:
     """A call's steps on one stream. memory, rooms: what lies between them, where it is that of the stream."""
 
-    steps: tuple[_Step | DriverLaunch, ...]
+    steps: tuple[Step, ...]
     moved: Moved
     memory: Tensor | None
     rooms: tuple[Tensor, ...]
@@ -211,7 +227,7 @@ class _Recorded:
         with _turn:
             plan = self.plans.get((stream, alone))
             if plan is None or plan.memory is not (None if alone else _shared.get((self.device, stream))):
-                plan = self.plans[stream, alone] = self._planned(stream, alone)
+                plan = self.plans[stream, alone] = self._planned(stream, alone, given)
             if self.makes and not alone:  # what is made counts from after the rooms
                 given = [*given, *plan.rooms]
                 pointers += [0] * len(plan.rooms)
@@ -219,7 +235,7 @@ class _Recorded:
             for step in plan.steps:
                 step.again(stream, given, pointers)
 
-    def _planned(self, stream: int, alone: bool) -> _Plan:
+    def _planned(self, stream: int, alone: bool, given: Sequence[Tensor | None]) -> _Plan:
         if len(self.plans) >= _MOST:
             self.plans.clear()
         memory, rooms, steps = None, [], self.steps
@@ -228,9 +244,16 @@ class _Recorded:
             with torch.inference_mode(False):
                 rooms = [memory[first : first + size].view(dtype).view(shape) for shape, dtype, first, size in self.rooms]
                 steps = tuple(step.bound(self.inputs, rooms) for step in self.steps)
-        moved = Moved(sum(len(step.places) for step in steps if isinstance(step, Launch)), self.inputs + len(self.rooms))
-        made = tuple(relaunched(step, stream, moved) if isinstance(step, Launch) else step for step in steps)
-        return _Plan(made, moved, memory, tuple(rooms))
+        moved = Moved(sum(len(step.places) for step in steps), self.inputs + len(self.rooms))
+
+        def fastest(step: _Step) -> Step:
+            if isinstance(step, Launch):
+                return relaunched(step, stream, moved)
+            # under capture there is no other one
+            found = captured(step, given, stream, self.device, moved) if step.kernel and not alone else None
+            return step if found is None else found
+
+        return _Plan(tuple(fastest(step) for step in steps), moved, memory, tuple(rooms))
 
 
 class Repeats:
@@ -354,4 +377,4 @@ def _call(event: _Event, moving: list[Tensor | None], source: Callable[[Tensor],
             places.append((at, index, None if same else (tuple(value.shape), value.stride(), offset)))
             target: Any = args if isinstance(at, int) else named
             target[at] = None  # or its memory would stay
-    return _Call(event.target, tuple(args), named, tuple(places), event.result is not None)
+    return _Call(event.target, tuple(args), named, tuple(places), event.result is not None, event.kernel)

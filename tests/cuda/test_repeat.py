@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("triton", reason="needs triton")
 
 from hal_core.triton import relaunch, repeat
-from hal_core.triton.repeat import Repeats, called, launched, made, room
+from hal_core.triton.repeat import Repeats, called, kernel_called, launched, made, room
 
 CPU = torch.device("cpu")
 
@@ -141,7 +141,7 @@ def test_a_call_is_repeated_with_other_tensors(shared):
 def driven(monkeypatch):
     """A kernel that the driver launches."""
     kernel = DriverKernel()
-    monkeypatch.setattr(relaunch, "_driver_call", lambda: kernel.driver)
+    monkeypatch.setattr(relaunch, "driver_library", lambda: types.SimpleNamespace(cuLaunchKernelEx=kernel.driver))
     return kernel
 
 
@@ -158,7 +158,7 @@ def test_threads_take_turns_with_a_launchs_parameters(driven, monkeypatch):
         time.sleep(1e-4)
         return driven.driver(*args)
 
-    monkeypatch.setattr(relaunch, "_driver_call", lambda: late)
+    monkeypatch.setattr(relaunch, "driver_library", lambda: types.SimpleNamespace(cuLaunchKernelEx=late))
     op = Op(shared=False, kernel=driven)
     check(op, 2)
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
@@ -211,7 +211,7 @@ def test_a_repeated_step_gets_its_further_arguments():
 
     for _ in range(3):
         out = torch.empty(4)
-        repeats(4, (out,), lambda out=out: called(checked, out, repeated=(False,)))
+        repeats(4, (out,), lambda out=out: kernel_called(checked, out, repeated=(False,)))
     assert given == [True, False, False]
 
 

@@ -17,7 +17,7 @@ from hal_backend_cuda.providers.steps import Sorted
 from hal_core.dtypes import torch_dtype
 from hal_core.errors import MissingDependencyError
 from hal_core.op_parts import FixedBuffers
-from hal_core.triton.repeat import called
+from hal_core.triton.repeat import kernel_called
 
 if TYPE_CHECKING:
     from hal_backend_cuda.providers.humming.recipes import Recipe
@@ -128,7 +128,7 @@ class HummingMatrix(FixedBuffers):
     ) -> None:
         """``x [M, K]`` to ``out [M * top_k, N]``; nothing is allocated and nothing waits."""
         own = self._buffers
-        called(
+        kernel_called(
             self.run, self.tiles if tile is None else tile, x, own["weight"], own["weight_scale"], own.get("weight_scale_2"), scales, None,
             own.get("zero_point"), own.get("bias"), out, *(None,) * 3 if rows is None else (rows.ids, rows.experts, rows.padded), None,
             own["locks"], top_k, 0, repeated=_UNCHECKED,

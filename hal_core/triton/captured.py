@@ -1,0 +1,184 @@
+"""The one kernel that another library's call launches, read from captures of the call, so that repetitions launch it without the call.
+
+A capture runs nothing: the driver notes what would be launched, with its parameters. Two captures, over other tensors in the places of
+those that later calls have elsewhere, show which parameters are their addresses. All else has to be the same in both.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hal_core.triton import relaunch
+from hal_core.triton.relaunch import WORD, LaunchConfig, driven
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from hal_core.triton.relaunch import DriverLaunch, Moved, Step
+
+__all__ = ["captured"]
+
+#: What the driver calls: captures that concern this thread alone; streams that wait for no other; nodes that are kernels.
+_THREAD_LOCAL, _NON_BLOCKING, _KERNEL = 1, 1, 0
+#: Attributes of a launch that would have to be handed on: cooperative, and the size of clusters.
+_COOPERATIVE, _CLUSTER = 2, 4
+#: More parameters than kernels have.
+_MOST = 256
+#: Parameters begin at multiples of it: descriptors of tensors are among them.
+_ALIGNED = 64
+
+
+class _Node(ctypes.Structure):
+    """``CUDA_KERNEL_NODE_PARAMS``, second version."""
+
+    _fields_ = (
+        ("function", ctypes.c_void_p), ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint),
+        ("parameters", ctypes.POINTER(ctypes.c_void_p)), ("extra", ctypes.c_void_p), ("kernel", ctypes.c_void_p),
+        ("context", ctypes.c_void_p),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """A launch as it was captured; parameters: their bytes."""
+
+    function: int
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    shared: int
+    parameters: tuple[bytes, ...]
+
+
+class _RefusedError(Exception):
+    """The driver says no; or there is something that a plain launch of one kernel does not have."""
+
+
+def _checked(code: int) -> None:
+    if code:
+        raise _RefusedError(code)
+
+
+@functools.cache
+def _stream(device: int) -> Any:
+    """One that nothing else runs on, as those of torch's pool may."""
+    made, library = ctypes.c_void_p(), relaunch.driver_library()
+    assert library is not None  # or nothing is captured
+    _checked(library.cuStreamCreate(ctypes.byref(made), _NON_BLOCKING))
+    return torch.cuda.ExternalStream(made.value, device=device)  # type: ignore[no-untyped-call]
+
+
+def _captured(library: Any, stream: Any, call: Callable[[], object]) -> _Kernel:
+    handle, graph, refused = ctypes.c_void_p(stream.cuda_stream), ctypes.c_void_p(), None
+    _checked(library.cuStreamBeginCapture_v2(handle, _THREAD_LOCAL))
+    try:
+        with torch.cuda.stream(stream):
+            call()
+    except RuntimeError as error:
+        refused = error  # what the call does cannot be captured
+    finally:
+        code = library.cuStreamEndCapture(handle, ctypes.byref(graph))
+    try:
+        if refused is not None:
+            raise _RefusedError from refused
+        _checked(code)
+        return _only_kernel(library, graph)
+    finally:
+        if graph.value:
+            library.cuGraphDestroy(graph)
+
+
+def _only_kernel(library: Any, graph: ctypes.c_void_p) -> _Kernel:
+    count, nodes, kind, node = ctypes.c_size_t(2), (ctypes.c_void_p * 2)(), ctypes.c_int(-1), _Node()
+    _checked(library.cuGraphGetNodes(graph, nodes, ctypes.byref(count)))
+    if count.value != 1:
+        raise _RefusedError(f"{count.value} nodes")
+    first = ctypes.c_void_p(nodes[0])
+    _checked(library.cuGraphNodeGetType(first, ctypes.byref(kind)))
+    if kind.value != _KERNEL:
+        raise _RefusedError(f"a node of kind {kind.value}")
+    _checked(library.cuGraphKernelNodeGetParams_v2(first, ctypes.byref(node)))
+    for attribute in (_COOPERATIVE, _CLUSTER):
+        found = (ctypes.c_uint * 16)()
+        _checked(library.cuGraphKernelNodeGetAttribute(first, attribute, found))
+        if max(found[:3]) > (attribute == _CLUSTER):
+            raise _RefusedError(f"attribute {attribute}")
+    if not node.function or node.extra:
+        raise _RefusedError("parameters in another form")
+    return _Kernel(node.function, (*node.grid,), (*node.block,), node.shared, _parameters(library, node))
+
+
+def _parameters(library: Any, node: _Node) -> tuple[bytes, ...]:
+    found: list[bytes] = []
+    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+    for index in range(_MOST):
+        if library.cuFuncGetParamInfo(ctypes.c_void_p(node.function), ctypes.c_size_t(index), ctypes.byref(offset), ctypes.byref(size)):
+            return tuple(found)
+        found.append(ctypes.string_at(node.parameters[index], size.value))
+    raise _RefusedError("more parameters than kernels have")
+
+
+def _allocations(device: int) -> int:
+    return int(torch.cuda.memory_stats(device)["allocation.all.allocated"])
+
+
+def captured(step: Any, given: Sequence[Tensor | None], stream: int, device: int, moved: Moved) -> DriverLaunch | None:
+    """The launch of a recorded call's step on a stream, wherever its tensors are; None where it is no single plain launch.
+
+    given: tensors of the call, which are not written.
+    """
+    library = relaunch.driver_library()
+    if library is None or not hasattr(library, "cuFuncGetParamInfo"):  # since CUDA 12.4
+        return None
+    others, addresses = [*given], {}
+    for _, source, view in step.places:
+        one = given[source]
+        assert one is not None  # it had an address
+        others[source] = two = torch.empty_like(one)
+        offset = 0 if view is None else view[2] * one.itemsize
+        addresses[one.data_ptr() + offset, two.data_ptr() + offset] = source, offset
+    before = _allocations(device)
+    try:
+        side = _stream(device)
+        calls = [functools.partial(step.again, side.cuda_stream, tensors, []) for tensors in (given, others)]
+        kernel, other = (_captured(library, side, call) for call in calls)
+        places = _places(kernel, other, addresses)
+    except _RefusedError:
+        return None
+    if before != _allocations(device):  # memory that is given to others afterwards
+        return None
+    return _relaunched(step, kernel, places, stream, moved)
+
+
+def _places(one: _Kernel, two: _Kernel, addresses: dict[tuple[int, int], tuple[int, int]]) -> dict[int, tuple[int, int]]:
+    """Parameters that are addresses of the call's tensors; raises where anything else differs."""
+    same = (one.function, one.grid, one.block, one.shared, len(one.parameters))
+    if same != (two.function, two.grid, two.block, two.shared, len(two.parameters)):
+        raise _RefusedError("another launch")
+    places = {}
+    for at, pair in enumerate(zip(one.parameters, two.parameters, strict=True)):
+        if pair[0] == pair[1]:
+            continue
+        values = int.from_bytes(pair[0], "little"), int.from_bytes(pair[1], "little")
+        if len(pair[0]) != WORD or values not in addresses:
+            raise _RefusedError(f"parameter {at}")
+        places[at] = addresses[values]
+    return places
+
+
+def _relaunched(step: Step, kernel: _Kernel, places: dict[int, tuple[int, int]], stream: int, moved: Moved) -> DriverLaunch:
+    sizes = [-(-len(value) // _ALIGNED) * _ALIGNED for value in kernel.parameters]
+    values = (ctypes.c_char * (sum(sizes) + _ALIGNED))()
+    at, where = -(-ctypes.addressof(values) // _ALIGNED) * _ALIGNED, []
+    for index, (value, size) in enumerate(zip(kernel.parameters, sizes, strict=True)):
+        ctypes.memmove(at, value, len(value))
+        where.append(moved.where(*places[index]) if index in places else at)
+        at += size
+    config = LaunchConfig(kernel.grid, kernel.block, kernel.shared, stream)
+    return driven(step, kernel.function, config, where, values, moved)
