@@ -104,15 +104,12 @@ def called(function: Callable[..., Any], *args: Any, **named: Any) -> None:
         recorder.events.append(_Event(function, args, named=tuple(named.items())))
 
 
-def kernel_called(function: Callable[..., Any], *args: Any, repeated: tuple[Any, ...] = ()) -> None:
-    """The same, of what launches a kernel and does nothing else: repetitions may launch that.
-
-    repeated: more arguments for repetitions, whose tensors are of the same shapes, strides and dtypes, on the same device.
-    """
+def kernel_called(function: Callable[..., Any], *args: Any) -> None:
+    """The same, of what launches a kernel and does nothing else: repetitions may launch that."""
     function(*args)
     recorder = _recorder()
     if recorder is not None:
-        recorder.events.append(_Event(function, (*args, *repeated), kernel=True))
+        recorder.events.append(_Event(function, args, kernel=True))
 
 
 def made(function: Callable[..., Tensor], *args: Any, **named: Any) -> Tensor:
@@ -202,8 +199,8 @@ class _Plan:
 class _Recorded:
     """steps of a call. rooms: shape, dtype, first byte and bytes of memory between them; size: bytes of all.
 
-    inputs: number of tensors before the rooms. constants: tensors whose addresses launches hold. plans: by stream, and whether its memory
-    is not used.
+    inputs: number of tensors before the rooms. constants: tensors whose addresses launches hold. plans: by stream, and whether a graph
+    captures it.
     """
 
     steps: tuple[_Step, ...]
@@ -215,19 +212,25 @@ class _Recorded:
     makes: bool
     plans: dict[tuple[int, bool], _Plan] = field(default_factory=dict)
 
+    @property
+    def shares(self) -> bool:
+        """Whether what lies between the steps is in the memory of the stream, unless a graph captures them."""
+        return 0 < self.size <= _SHARED
+
     def again(self, given: Sequence[Tensor | None], pointers: list[int]) -> None:
         """The steps with other tensors and their addresses."""
         stream = driver.active.get_current_stream(self.device)
         # the default stream has the handle 0 and cannot be captured
-        alone = not self.size or self.size > _SHARED or (stream != 0 and torch.cuda.is_current_stream_capturing())
+        capturing = stream != 0 and torch.cuda.is_current_stream_capturing()
+        alone = capturing or not self.shares
         if alone:
             rooms = [torch.empty(shape, dtype=dtype, device=_device(self.device)) for shape, dtype, _, _ in self.rooms]
             given = [*given, *rooms]
             pointers += [room.data_ptr() for room in rooms]
         with _turn:
-            plan = self.plans.get((stream, alone))
+            plan = self.plans.get((stream, capturing))
             if plan is None or plan.memory is not (None if alone else _shared.get((self.device, stream))):
-                plan = self.plans[stream, alone] = self._planned(stream, alone, given)
+                plan = self.plans[stream, capturing] = self._planned(stream, capturing, given)
             if self.makes and not alone:  # what is made counts from after the rooms
                 given = [*given, *plan.rooms]
                 pointers += [0] * len(plan.rooms)
@@ -235,11 +238,11 @@ class _Recorded:
             for step in plan.steps:
                 step.again(stream, given, pointers)
 
-    def _planned(self, stream: int, alone: bool, given: Sequence[Tensor | None]) -> _Plan:
+    def _planned(self, stream: int, capturing: bool, given: Sequence[Tensor | None]) -> _Plan:
         if len(self.plans) >= _MOST:
             self.plans.clear()
         memory, rooms, steps = None, [], self.steps
-        if not alone:
+        if self.shares and not capturing:
             memory = _memory(self.device, stream, self.size)
             with torch.inference_mode(False):
                 rooms = [memory[first : first + size].view(dtype).view(shape) for shape, dtype, first, size in self.rooms]
@@ -249,8 +252,9 @@ class _Recorded:
         def fastest(step: _Step) -> Step:
             if isinstance(step, Launch):
                 return relaunched(step, stream, moved)
-            # under capture there is no other one
-            found = captured(step, given, stream, self.device, moved) if step.kernel and not alone else None
+            # no capture during one, nor for what takes long anyway
+            looked = step.kernel and not capturing and self.size <= _SHARED
+            found = captured(step, given, stream, self.device, moved) if looked else None
             return step if found is None else found
 
         return _Plan(tuple(fastest(step) for step in steps), moved, memory, tuple(rooms))

@@ -107,10 +107,9 @@ class Library:
     """Launches the kernel; ``spoil`` makes something else of it."""
 
     def __init__(self, driver):
-        self.driver, self.calls, self.checked, self.allocations, self.spoil = driver, 0, 0, 0, lambda parameters: [parameters]
+        self.driver, self.calls, self.allocations, self.spoil = driver, 0, 0, lambda parameters: [parameters]
 
-    def multiply(self, out, source, factor, check=True):
-        self.checked += check
+    def multiply(self, out, source, factor):
         if self.driver.capturing:
             values = [out.data_ptr(), source.data_ptr(), source.numel(), factor]
             self.driver.nodes += self.spoil([*(struct.pack(form, value) for form, value in zip("QQif", values, strict=True)), bytes(128)])
@@ -125,8 +124,8 @@ def run(library, repeats, rows=3):
 
     def whole():
         between = room(x.shape, x.dtype, CPU)
-        kernel_called(library.multiply, between, x, 2.0, repeated=(False,))
-        kernel_called(library.multiply, out[1:], between, 3.0, repeated=(False,))
+        kernel_called(library.multiply, between, x, 2.0)
+        kernel_called(library.multiply, out[1:], between, 3.0)
 
     repeats(rows, (x, out), whole)
     assert torch.allclose(out[1:], x * 6)
@@ -137,14 +136,31 @@ def test_repetitions_are_the_kernels_alone_over_the_tensors_of_each(driver):
     repeats = Repeats()
     for rows in (3, 5, 3, 5, 3):
         run(driver.library, repeats, rows)
-    assert (driver.library.calls, driver.library.checked, driver.launches) == (4, 4, 6)
+    assert (driver.library.calls, driver.launches) == (4, 6)
+
+
+def test_a_call_without_memory_of_its_own_is_read_too(driver):
+    repeats = Repeats()
+    for _ in range(3):
+        x, out = torch.randn(4), torch.empty(4)
+        repeats(4, (x, out), lambda x=x, out=out: kernel_called(driver.library.multiply, out, x, 2.0))
+        assert torch.equal(out, 2 * x)
+    assert (driver.library.calls, driver.launches) == (1, 2)
+
+
+def test_a_graph_under_capture_has_the_librarys_calls(driver, monkeypatch):
+    repeats = Repeats()
+    run(driver.library, repeats)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    run(driver.library, repeats)
+    assert (driver.library.calls, driver.launches) == (4, 0)
 
 
 def test_a_refused_launch_is_the_librarys_call(driver):
     repeats, driver.refused = Repeats(), 201
     for _ in range(2):
         run(driver.library, repeats)
-    assert (driver.library.calls, driver.library.checked) == (4, 2)
+    assert (driver.library.calls, driver.launches) == (4, 0)
 
 
 def _raises(parameters):

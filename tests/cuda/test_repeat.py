@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("triton", reason="needs triton")
 
 from hal_core.triton import relaunch, repeat
-from hal_core.triton.repeat import Repeats, called, kernel_called, launched, made, room
+from hal_core.triton.repeat import Repeats, called, launched, made, room
 
 CPU = torch.device("cpu")
 
@@ -201,18 +201,6 @@ def test_who_watches_launches_is_told_by_triton(driven, monkeypatch, hook):
     monkeypatch.setattr(relaunch.knobs.runtime, hook, lambda metadata: None)
     check(op, 2)
     assert op.slow == 2
-
-
-def test_a_repeated_step_gets_its_further_arguments():
-    repeats, given = Repeats(), []
-
-    def checked(out, check=True):
-        given.append(check)
-
-    for _ in range(3):
-        out = torch.empty(4)
-        repeats(4, (out,), lambda out=out: kernel_called(checked, out, repeated=(False,)))
-    assert given == [True, False, False]
 
 
 def test_a_recorded_call_holds_none_of_its_tensors():

@@ -74,16 +74,13 @@ class HummingLinear(_Repeating, QuantLinear):
         if not rows.shape[0]:
             return y
         flat = y if y.dim() == 2 else y.view(-1, n)
-        if self.recipe.quant is None:
-            # not by attribute: torch finds a module only after a failed look-up
-            self._modules["matrix"].launch(rows, None, flat)
-        elif torch.compiler.is_compiling():
-            self._quantized(rows, flat)
+        if torch.compiler.is_compiling():
+            self._launched(rows, flat)
         else:
-            self.repeats(rows.shape[0], (rows, flat), lambda: self._quantized(rows, flat))
+            self.repeats(rows.shape[0], (rows, flat), lambda: self._launched(rows, flat))
         return y
 
-    def _quantized(self, rows: Tensor, out: Tensor) -> None:
+    def _launched(self, rows: Tensor, out: Tensor) -> None:
         codes, scales = quantize_rows(self.recipe, rows)
         self.matrix.launch(codes, scales, out)
 

@@ -29,8 +29,6 @@ __all__ = ["HummingMatrix", "Problem", "compile_dense", "compile_experts", "libr
 
 #: Counters of Humming's split sums; one set for each matrix, since matrices may run side by side on streams.
 _LOCKS = 2048
-#: Humming's last argument, ``should_check_tensor``: calls that are repeated have tensors that were checked when the first was made.
-_UNCHECKED = (False,)
 
 
 @functools.cache
@@ -131,7 +129,7 @@ class HummingMatrix(FixedBuffers):
         kernel_called(
             self.run, self.tiles if tile is None else tile, x, own["weight"], own["weight_scale"], own.get("weight_scale_2"), scales, None,
             own.get("zero_point"), own.get("bias"), out, *(None,) * 3 if rows is None else (rows.ids, rows.experts, rows.padded), None,
-            own["locks"], top_k, 0, repeated=_UNCHECKED,
+            own["locks"], top_k, 0,
         )  # fmt: skip
 
 
