@@ -34,6 +34,8 @@ from hal_core.reference.moe import ReferenceMoE
 from hal_core.schemes import WeightScheme
 from hal_core.spec import KVCacheSpec, LinearSpec, MoESpec
 from hal_core.testing.data import random_weight, to_device
+from hal_core.triton.relaunch import DriverLaunch
+from hal_core.triton.repeat import Repeats
 
 DEVICE = torch.device("cuda", 0)
 INT4 = WeightScheme.parse("int4:g128")
@@ -86,6 +88,28 @@ def test_a_captured_graph_follows_inputs_and_updates():
         graph.replay()
         assert error(out, ReferenceMoE().prepare(SPEC, weights).apply(x.float(), routed)) < 1e-2
     assert [b.data_ptr() for b in op.buffers()] == addresses
+
+
+@pytest.mark.parametrize("name", ["w4a16", "w4a8_int8"])
+@pytest.mark.parametrize("rows", [1, 33])
+def test_repeated_calls_launch_hummings_kernels_alone(name, rows, monkeypatch):
+    recipe = next(recipe for recipe in RECIPES if recipe.name == name)
+    experts, linear = MoEHumming(recipe), LinearHumming(recipe)
+    weight = LinearWeights(to_device(random_weight(INT4, (384, 256), torch.Generator().manual_seed(0), "bf16"), DEVICE))
+    block = experts.prepare(replace(SPEC, numerics=experts.numerics), expert_weights(7))
+    dense = linear.prepare(LinearSpec(384, 256, INT4, numerics=linear.numerics), weight)
+    held = [(torch.randn(rows, 256, device=DEVICE).bfloat16(), routing(rows, seed)) for seed in range(4)]
+    for op, calls in (
+        (dense, [functools.partial(dense.apply, x) for x, _ in held]),
+        (block, [functools.partial(block.apply, x, routed) for x, routed in held]),
+    ):
+        found = [call() for call in calls]
+        (recorded,) = op.repeats.known.values()
+        (plan,) = recorded.plans.values()
+        assert all(isinstance(step, DriverLaunch) for step in plan.steps)
+        with monkeypatch.context() as patch:
+            patch.setattr(Repeats, "__call__", lambda self, key, tensors, call: call())
+            assert all(torch.equal(one, call()) for one, call in zip(found, calls, strict=True))
 
 
 def test_ids_out_of_range_are_left_out_and_told():
