@@ -29,6 +29,8 @@ __all__ = ["captured"]
 _THREAD_LOCAL, _NON_BLOCKING, _KERNEL = 1, 1, 0
 #: Attributes of a launch that would have to be handed on: cooperative, and the size of clusters.
 _COOPERATIVE, _CLUSTER = 2, 4
+#: What the driver answers when it is asked for a parameter beyond the last.
+_NO_SUCH = 1
 #: More parameters than kernels have.
 _MOST = 256
 #: Parameters begin at multiples of it: descriptors of tensors are among them.
@@ -118,8 +120,11 @@ def _parameters(library: Any, node: _Node) -> tuple[bytes, ...]:
     found: list[bytes] = []
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
     for index in range(_MOST):
-        if library.cuFuncGetParamInfo(ctypes.c_void_p(node.function), ctypes.c_size_t(index), ctypes.byref(offset), ctypes.byref(size)):
+        asked = ctypes.c_void_p(node.function), ctypes.c_size_t(index)
+        code = library.cuFuncGetParamInfo(*asked, ctypes.byref(offset), ctypes.byref(size))
+        if code == _NO_SUCH:
             return tuple(found)
+        _checked(code)
         found.append(ctypes.string_at(node.parameters[index], size.value))
     raise _RefusedError("more parameters than kernels have")
 
