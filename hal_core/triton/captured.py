@@ -141,6 +141,8 @@ def captured(step: Any, given: Sequence[Tensor | None], stream: int, device: int
     library = relaunch.driver_library()
     if library is None or not hasattr(library, "cuFuncGetParamInfo"):  # since CUDA 12.4
         return None
+    if any(source >= len(given) for _, source, _ in step.places):  # what another step will make
+        return None
     others, addresses = [*given], {}
     for _, source, view in step.places:
         one = given[source]
