@@ -1,4 +1,4 @@
-"""FlashInfer's blocks of experts as kernels: one for each entry. Declared and bound on every machine, run on none here.
+"""FlashInfer's blocks of experts as kernels: one for each entry. Declared and bound on every machine; two ran here.
 
 Whatever stands in an entry's ``architectures`` comes from FlashInfer's own sources; see docs/backend-cuda-providers.md for what ran.
 """
