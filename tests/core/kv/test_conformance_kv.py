@@ -117,6 +117,10 @@ def scaled(self, *arguments, **more):
     return out.mul_(1.02), lse
 
 
+def scaled_alone(self, *arguments, **more):
+    return ReferenceKVOp.attend(self, *arguments, **more)[0].mul_(1.02)
+
+
 def drifting(self, *arguments, **more):
     out, lse = ReferenceKVOp.attend(self, *arguments, **more)
     self.calls = getattr(self, "calls", 0) + 1
@@ -160,9 +164,9 @@ def swallowing(self, pages, k, v, *rest):
     [
         ({"attend": binary_lse}, "accuracy"), ({"attend": scaled}, "accuracy"), ({"attend": drifting}, "determinism"),
         ({"update": own_rotation}, "accuracy"), ({"append": spilling}, "memory"), ({"append": hasty}, "errors"),
-        ({"attend": rude}, "errors"),
+        ({"attend": rude}, "errors"), ({"attend_only": scaled_alone}, "accuracy"),
     ],
-    ids=["binary logarithm", "scaled", "drifting", "another rotation", "spilling", "hasty", "rude"],
+    ids=["binary logarithm", "scaled", "drifting", "another rotation", "spilling", "hasty", "rude", "scaled without logarithms"],
 )  # fmt: skip
 def test_faults_are_told(machine, methods, check):
     assert (check, "") in failures(changed(**methods), machine, check)
