@@ -2,8 +2,8 @@
 
     compute-sanitizer --tool memcheck python tests/cuda/one_pass.py [PART[=KERNEL] ..]
 
-Parts: integer, floats, fp8, torch, quantizers, flashinfer, humming_linear, humming_moe; of the last two only one kernel where it is
-named. Run it once without the checker first: what compiles is kept then.
+Parts: integer, floats, fp8, torch, quantizers, flashinfer, flashinfer_moe, humming_linear, humming_moe; of the last two only one kernel
+where it is named. Run it once without the checker first: what compiles is kept then.
 """
 
 from __future__ import annotations
@@ -121,7 +121,17 @@ def flashinfer() -> None:
             assert bool(out.isfinite().all())
 
 
-PARTS = {f.__name__: f for f in (integer, floats, fp8, quantizers, flashinfer)} | {
+def flashinfer_moe() -> None:
+    """Where FlashInfer's library of experts is built: it compiles for an hour."""
+    from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm90_module
+
+    if torch.cuda.get_device_capability() == (9, 0) and gen_cutlass_fused_moe_sm90_module().is_compiled:
+        tried(["moe_flashinfer_cutlass_bf16", "moe_flashinfer_cutlass_fp8_block"])
+    else:
+        print("FlashInfer's experts are left out: their library for this device is not built")
+
+
+PARTS = {f.__name__: f for f in (integer, floats, fp8, quantizers, flashinfer, flashinfer_moe)} | {
     "torch": products, "humming_linear": functools.partial(humming, "linear"), "humming_moe": functools.partial(humming, "moe"),
 }  # fmt: skip
 

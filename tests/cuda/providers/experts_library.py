@@ -77,7 +77,7 @@ def compiled(spec, jobs: int) -> list[str]:
 
 def linked(objects: list[str], out: Path) -> None:
     cuda = os.environ.get("CUDA_HOME", "/usr/local/cuda")
-    libraries = [f"-L{cuda}/lib64", f"-L{cuda}/lib64/stubs", "-lcudart", "-lcuda", "-lnvrtc"]
+    libraries = [f"-L{cuda}/lib64", f"-L{cuda}/lib64/stubs", "-Wl,--no-as-needed", "-lcudart", "-lcuda", "-lnvrtc"]
     # what is missing is not looked up before it is called
     subprocess.run(["g++", "-shared", "-o", out, *objects, *libraries, "-Wl,-z,lazy"], check=True)
 

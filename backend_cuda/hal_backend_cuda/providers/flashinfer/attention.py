@@ -5,6 +5,7 @@ A page holds ``[2, page_size, kv heads, head_dim]``, keys before values, in the 
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,7 @@ __all__ = ["KERNELS", "FlashInferKV", "FlashInferKVOp"]
 _ELEMENTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 #: Architectures without conversions to e4m3.
 _NO_E4M3 = {"sm_80", "sm_86"}
+_LN2 = math.log(2.0)
 
 
 def _scale(value: Tensor | None, name: str) -> float:
@@ -285,11 +287,14 @@ class FlashInferKVOp(KVOp):
         plan = self._planned(pages, block_table, lengths, query_starts, scale, causal)
         self._fits(plan, q)
         lse = plan.run(q, cache, *self._scales, result, lse=logs)
-        return result, None if lse is None else self._natural(lse)
+        return result, None if lse is None else self._natural(lse, plan)
 
-    def _natural(self, lse: Tensor) -> Tensor:
-        """In place, natural logarithms from those to base 2."""
-        self._repeats()(("logs", lse.numel()), (lse,), lambda: launch_natural_logs(lse))
+    @staticmethod
+    def _natural(lse: Tensor, plan: Plan) -> Tensor:
+        """In place; a graph's replays may see empty sequences that its plan did not have."""
+        if not plan.empty and not plan.graph:
+            return lse.mul_(_LN2)
+        launch_natural_logs(lse)
         return lse
 
     @staticmethod

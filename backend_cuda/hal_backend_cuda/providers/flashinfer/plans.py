@@ -151,7 +151,7 @@ class Plan:
         self.planner, self.runner = (bind(CALLS[f"{self.kind}.{verb}"]) for verb in ("plan", "run"))
         self.wrapper = self._wrapper(bind(CALLS[self.kind]), most_pages)
         self.places: tuple[int, ...] = ()
-        self.causal, self.scale, self.queries = True, 0.0, 0
+        self.causal, self.scale, self.empty, self.queries = True, 0.0, False, 0
         self.known: dict[tuple[float, float, bool], _Launch] = {}
         self.lock = threading.Lock()
         #: The caller's tensors that it was made from, held weakly, and their versions.
@@ -188,7 +188,7 @@ class Plan:
             }  # fmt: skip
         self.wrapper.plan(**values)
         self.known = {}
-        self.causal, self.scale = causal, scale
+        self.causal, self.scale, self.empty = causal, scale, bool((batch.last == 0).any())
         self.queries = int(batch.starts[-1])
 
     def made_from(self, *tensors: Tensor) -> None:
