@@ -120,7 +120,9 @@ def test_slots_of_one_expert_are_merged():
     ids = torch.tensor([[3, 1, 3], [5, 5, 5], [-1, 6, -1], [0, 2, 4]] * 20, dtype=torch.int32)
     weights = torch.randn(80, 3)
     out = torch.full_like(ids, 99), torch.full_like(weights, float("nan"))
-    launch_merge((ids, weights), out, 6, 1.5)
+    flag = torch.zeros(2, dtype=torch.int64)
+    launch_merge((ids, weights), out, flag, 6, 3, 1.5)
+    assert (flag[0] & 0xFFFFFFFF, flag[1], ((flag[0] >> 32) - 1) % 12) == (6, 3, 7)
     assert out[0][:4].tolist() == [[3, 1, -1], [5, -1, -1], [-1, -1, -1], [0, 2, 4]]
     for found, wanted in zip(out, merge_on_host(ids, weights, 6, 1.5), strict=True):
         torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-6)

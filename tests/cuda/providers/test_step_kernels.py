@@ -54,8 +54,8 @@ CASES = {
     ),
     "merge": (
         beside_kernels.merge_slots,
-        {"ids_ptr": INTS, "weights_ptr": FLOATS, "ids_out_ptr": INTS, "weights_out_ptr": FLOATS, "tokens": 4096, "num_experts": 128,
-         "scaling": 1.5, "TOP_K": 8, "P": 32}, 1,
+        {"ids_ptr": INTS, "weights_ptr": FLOATS, "ids_out_ptr": INTS, "weights_out_ptr": FLOATS, "flag_ptr": LONGS, "tokens": 4096,
+         "num_experts": 128, "top_k": 8, "scaling": 1.5, "SLOTS": 8, "P": 32}, 1,
     ),
     "logs": (beside_kernels.natural_logs, {"lse_ptr": FLOATS, "count": 2048, "BW": 1024}, 4),
 }  # fmt: skip

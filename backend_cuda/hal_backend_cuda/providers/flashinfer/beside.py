@@ -81,18 +81,21 @@ def launch_natural_logs(lse: Tensor) -> None:
     launch.run(natural_logs, (-(-count // 1024),), {"lse_ptr": lse, "count": count, "BW": 1024}, 4, 3)
 
 
-def launch_merge(given: tuple[Tensor, Tensor], out: tuple[Tensor, Tensor], num_experts: int, scaling: float) -> None:
+def launch_merge(
+    given: tuple[Tensor, Tensor], out: tuple[Tensor, Tensor], flag: Tensor, num_experts: int, top_k: int, scaling: float
+) -> None:
     """Ids ``int32 [T, k]`` and weights ``float32 [T, k]`` of a routing to those of one in which no token has an expert twice.
 
     FlashInfer counts an expert once for a token where tokens or slots are many, and reads what was never written for the others.
+    flag: of the device, which is told of ids out of range; top_k: slots of a token as the caller counts them.
     """
     from hal_backend_cuda.providers.flashinfer.beside_kernels import merge_slots
     from hal_core.triton import launch
 
-    tokens, top_k = given[0].shape
+    tokens, slots = given[0].shape
     values = {
-        "ids_ptr": given[0], "weights_ptr": given[1], "ids_out_ptr": out[0], "weights_out_ptr": out[1], "tokens": tokens,
-        "num_experts": num_experts, "scaling": scaling, "TOP_K": top_k, "P": 32,
+        "ids_ptr": given[0], "weights_ptr": given[1], "ids_out_ptr": out[0], "weights_out_ptr": out[1], "flag_ptr": flag,
+        "tokens": tokens, "num_experts": num_experts, "top_k": top_k, "scaling": scaling, "SLOTS": slots, "P": 32,
     }  # fmt: skip
     launch.run(merge_slots, (-(-tokens // 32),), values, 1, 1)
 

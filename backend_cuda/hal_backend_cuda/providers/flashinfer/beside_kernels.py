@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from hal_core.triton.routing import _flag as report_slots
+
 __all__ = ["append_tokens", "merge_slots", "natural_logs"]
 
 
@@ -36,21 +38,23 @@ def natural_logs(lse_ptr, count, BW: tl.constexpr):
 
 @triton.jit
 def merge_slots(
-    ids_ptr, weights_ptr, ids_out_ptr, weights_out_ptr, tokens, num_experts, scaling, TOP_K: tl.constexpr, P: tl.constexpr
+    ids_ptr, weights_ptr, ids_out_ptr, weights_out_ptr, flag_ptr, tokens, num_experts, top_k, scaling,
+    SLOTS: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Weights of a token's slots with the same expert go to the first of them, times ``scaling``; the others get the id -1 and 0.
 
-    So do slots whose id is none of an expert. ``ids, weights [tokens, TOP_K]``.
+    So do slots whose id is none of an expert, which is told. ``ids, weights [tokens, SLOTS]``; ``top_k`` is the caller's.
     """
     token = tl.program_id(0) * P + tl.arange(0, P)
     inside = token < tokens
-    for j in range(TOP_K):
-        ids = tl.load(ids_ptr + token * TOP_K + j, mask=inside, other=-1)
+    for j in range(SLOTS):
+        ids = tl.load(ids_ptr + token * SLOTS + j, mask=inside, other=-1)
         kept = (ids >= 0) & (ids < num_experts)
+        report_slots(flag_ptr, token * SLOTS + j, ids, (ids != -1) & (kept == 0), top_k)
         total = tl.zeros((P,), tl.float32)
-        for i in range(TOP_K):
-            same = tl.load(ids_ptr + token * TOP_K + i, mask=inside, other=-1) == ids
-            total += tl.where(same, tl.load(weights_ptr + token * TOP_K + i, mask=inside, other=0.0), 0.0)
+        for i in range(SLOTS):
+            same = tl.load(ids_ptr + token * SLOTS + i, mask=inside, other=-1) == ids
+            total += tl.where(same, tl.load(weights_ptr + token * SLOTS + i, mask=inside, other=0.0), 0.0)
             kept = kept & ((i >= j) | (same == 0))
-        tl.store(ids_out_ptr + token * TOP_K + j, tl.where(kept, ids, -1), mask=inside)
-        tl.store(weights_out_ptr + token * TOP_K + j, tl.where(kept, total * scaling, 0.0), mask=inside)
+        tl.store(ids_out_ptr + token * SLOTS + j, tl.where(kept, ids, -1), mask=inside)
+        tl.store(weights_out_ptr + token * SLOTS + j, tl.where(kept, total * scaling, 0.0), mask=inside)

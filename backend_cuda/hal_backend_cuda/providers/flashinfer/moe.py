@@ -197,16 +197,9 @@ class FlashInferExperts(FixedBuffers, MoEExperts):
             from hal_core.triton.repeat import Repeats
 
             self.repeats = Repeats()
-        out = torch.empty_like(ids), torch.empty_like(weights)
-        self.repeats(tuple(ids.shape), (ids, weights, *out), lambda: self._launch_merge((ids, weights), out))
+        given, out, flag = (ids, weights), (torch.empty_like(ids), torch.empty_like(weights)), device_flag(ids.device)
+        self.repeats(tuple(ids.shape), (*given, *out), lambda: launch_merge(given, out, flag, count, self.spec.top_k, scaling))
         return Routed(*out)
-
-    def _launch_merge(self, given: tuple[Tensor, Tensor], out: tuple[Tensor, Tensor]) -> None:
-        from hal_core.triton import launch
-
-        ids, count = given[0], self.spec.num_experts
-        launch.flag_only(launch.direct(ids, ids, None, count, count), device_flag(ids.device), self.spec.top_k)
-        launch_merge(given, out, count, self.spec.routed_scaling)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
