@@ -31,7 +31,7 @@ from hal_core.dtypes import torch_dtype
 from hal_core.kernel import LinearWeights, MoEWeights
 from hal_core.kv.op import KVParams
 from hal_core.kv.scheme import KVScheme
-from hal_core.ops import Routed
+from hal_core.ops import Grouped, Routed
 from hal_core.reference.linear import ReferenceLinear
 from hal_core.reference.moe import ReferenceMoE
 from hal_core.schemes import ActivationScheme, Granularity, WeightScheme
@@ -271,6 +271,29 @@ def experts(name="w4a16"):
         experts_of(tokens, ops, rate)
 
 
+def groups():
+    """Rows that the caller has sorted by expert: the whole op, and its two bare products."""
+    serve_only(*(8 * t for t in TOKENS))
+    kernel, scheme, rng = BY_NAME["moe_humming_w4a16"], WeightScheme.parse("int4:g128"), torch.Generator(device=DEVICE).manual_seed(0)
+    spec, ops = MoESpec(128, 8, 2048, 768, scheme, scheme, scheme, routing="grouped", numerics=kernel.numerics), []
+    for _ in range(2):
+        up, gate, down = (big_weight(scheme, (128, *shape), rng) for shape in ((768, 2048), (768, 2048), (2048, 768)))
+        ops.append(kernel.prepare(spec, MoEWeights(up, down, gate)))
+    for tokens in TOKENS:
+        x = (torch.randn(8 * tokens, 2048, device=DEVICE) * 0.3).bfloat16()
+        counts = [torch.bincount(way.topk_ids.flatten().long(), minlength=128).int() for way in routings(tokens, 4)]
+        wide, out = (torch.zeros(8 * tokens, n, dtype=torch.bfloat16, device=DEVICE) for n in (1536, 2048))
+        whole = [functools.partial(ops[i % 2].apply, x, Grouped(each), out=out) for i, each in enumerate(counts)]
+        bounds = [ops[0].steps.bounds(each, out) for each in counts]
+        bare = [functools.partial(grouped_products, ops[i % 2], x, each, wide, out) for i, each in enumerate(bounds)]
+        record("groups", m=tokens, rows=8 * tokens, whole_us=graphed(whole), bare_us=graphed(bare), call_us=walled(whole[0], 100))
+
+
+def grouped_products(op, x, bounds, wide, out):
+    op.first.launch(x, None, wide, bounds)
+    op.second.launch(wide.view(-1, 768)[: len(x)], None, out, bounds)
+
+
 def dense_of(n, k, count):
     """Humming's linear and its bare launches beside this backend's own Triton kernel, over the same weights in rotation."""
     serve_only(*LINEAR_ROWS)
@@ -403,7 +426,7 @@ def once():
 
 PARTS = {
     "numerics": numerics, "experts": experts, "experts_int8": functools.partial(experts, "w4a8_int8"), "dense": dense,
-    "attention": attention, "attention_numerics": attention_numerics_only, "interleave": interleave, "once": once,
+    "groups": groups, "attention": attention, "attention_numerics": attention_numerics_only, "interleave": interleave, "once": once,
 }  # fmt: skip
 
 

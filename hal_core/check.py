@@ -18,6 +18,8 @@ _flags: dict[torch.device, Tensor] = {}
 def device_flag(device: torch.device) -> Tensor:
     """The error word of a device, int64 ``[2]``: (slot + 1) in the upper half of the first, the id below; then slots of a token.
 
+    Or (expert + 1) above and a number of rows below; then -1.
+
     Made once for each device, so that captured graphs keep writing to it. Zero: nothing was found.
     """
     import torch
@@ -37,7 +39,8 @@ def check(device: torch.device | str | None = None) -> None:
         device: one device; None for every one on which ops were prepared.
 
     Raises:
-        ShapeError: an expert id was out of range; the message gives token, slot and id. Its slot was left out of the result.
+        ShapeError: an expert id was out of range; the message gives token, slot and id. Its slot was left out of the result. Or the
+            rows of an expert were below zero or more than there are; the message gives the expert and their number.
     """
     import torch
 
@@ -48,9 +51,14 @@ def check(device: torch.device | str | None = None) -> None:
         report, top_k = (int(value) for value in flag.tolist())
         if report:
             flag.zero_()
-            token, slot = divmod((report >> 32) - 1, max(top_k, 1))
-            expert = ((report & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000
+            found, at = ((report & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000, (report >> 32) - 1
+            if top_k < 0:
+                raise ShapeError(
+                    "num_tokens_per_expert", f"{found} rows of expert {at} on {own}, below zero or with those before it more than x has",
+                    "give the sizes of groups that lie in x one after another",
+                )  # fmt: skip
+            token, slot = divmod(at, max(top_k, 1))
             raise ShapeError(
-                "topk id", f"{expert} at token {token}, slot {slot} on {own}, or what the expert_map says of it",
+                "topk id", f"{found} at token {token}, slot {slot} on {own}, or what the expert_map says of it",
                 "ids run from 0 to num_experts - 1, and local ids to local_experts - 1; -1 skips",
             )  # fmt: skip

@@ -15,7 +15,7 @@ from torch import nn
 
 from hal_core.dtypes import torch_dtype
 from hal_core.errors import ShapeError, UnfitWeightsError
-from hal_core.ops import Routed
+from hal_core.ops import Grouped, Routed
 from hal_core.weight_checks import refuse_gradients
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ __all__ = [
     "FixedBuffers",
     "MatrixView",
     "Numbered",
+    "check_grouped",
     "check_out",
     "check_routing",
     "check_routing_form",
@@ -122,6 +123,23 @@ def check_routing(asked: str, spec: MoESpec, x: Any, routing: Any, expert_map: T
     if ids.dtype == torch.int32 and weights.dtype == torch.float32 and ids.is_contiguous() and weights.is_contiguous():
         return routed  # nothing to make
     return Routed(routed.topk_ids.to(torch.int32).contiguous(), routed.topk_weights.float().contiguous())
+
+
+def check_grouped(asked: str, spec: MoESpec, x: Any, routing: Any, expert_map: Tensor | None) -> Tensor:
+    """Contiguous sizes ``[local experts]`` of the groups that rows of ``x`` are sorted into; raises where it is no such routing.
+
+    The sizes themselves are on the device: what is wrong there is reported by the steps.
+    """
+    if not isinstance(routing, Grouped) or not isinstance(x, torch.Tensor) or x.dim() != 2:
+        found = f"{type(x).__name__} with {type(routing).__name__}"
+        raise ShapeError(asked, found, "give rows [R, H] and Grouped(num_tokens_per_expert), as the spec's routing says")
+    counts = routing.num_tokens_per_expert
+    if counts.dtype not in _INTEGERS or counts.device != x.device or tuple(counts.shape) != (spec.local,):
+        found = f"num_tokens_per_expert {counts.dtype} {list(counts.shape)} on {counts.device}"
+        raise ShapeError(f"{asked} routing", found, f"give int32 [{spec.local}] on {x.device}")
+    if expert_map is not None:
+        raise ShapeError(f"{asked} expert_map", f"shape {list(expert_map.shape)}", "give none: rows are sorted by local expert already")
+    return counts.contiguous()
 
 
 def check_routing_form(asked: str, spec: MoESpec, x: Any, routing: Any, expert_map: Tensor | None) -> Routed:

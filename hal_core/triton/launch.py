@@ -21,13 +21,15 @@ if TYPE_CHECKING:
     from hal_core.triton.configs import Tile
 
 __all__ = [
-    "Epilogue", "FloatMatrix", "IntegerMatrix", "Route", "Sorted", "activate", "arch_of", "direct", "float_product", "integer_product",
-    "plain", "quantize_fp8", "quantize_int8", "sort_scratch", "sort_slots", "sorted_by_expert", "spread_slots", "sum_slots",
-    "weighted_sum", "widened",
+    "Epilogue", "FloatMatrix", "IntegerMatrix", "Route", "Sorted", "activate", "arch_of", "direct", "float_product", "group_bounds",
+    "integer_product", "plain", "quantize_fp8", "quantize_int8", "sort_scratch", "sort_slots", "sorted_by_expert", "spread_slots",
+    "sum_slots", "weighted_sum", "widened",
 ]  # fmt: skip
 
 #: Slots that one program sorts, and slots of one program when there are more.
 _FEW, _CHUNK = 1024, 256
+#: Rows that one program clears.
+_CLEARED = 16
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], values: dict[str, Any], warps: int, stages: int) -> None:
@@ -142,13 +144,13 @@ def sort_slots(
     slots, tile_expert, total, at, ends, starts, ranks = _rooms(ids.device, sizes)
     shared: dict[str, Any] = {
         "ids_ptr": ids, "map_ptr": ids if expert_map is None else expert_map, "numel": numel, "num_experts": num_experts,
-        "experts": experts, "HAS_MAP": expert_map is not None, "slots_ptr": slots, "PLACES": placed,
+        "experts": experts, "HAS_MAP": expert_map is not None, "slots_ptr": slots, "PLACES": placed, "BM": bm,
     }  # fmt: skip
     laid = {
-        "flag_ptr": flag, "top_k": top_k, "scratch_ptr": scratch, "tile_expert_ptr": tile_expert, "total_ptr": total,
-        "ends_ptr": ends if placed else slots, "BM": bm, "E": lanes, "FILL": min(32, bm & -bm),
+        "flag_ptr": flag, "top_k": top_k, "scratch_ptr": scratch, "total_ptr": total, "ends_ptr": ends if placed else slots, "E": lanes,
+        "FILL": min(32, bm & -bm),
     }  # fmt: skip
-    where = {"places_ptr": at if placed else slots}
+    where = {"places_ptr": at if placed else slots, "tile_expert_ptr": tile_expert}
     if many:
         grid = (-(-numel // _CHUNK),)
         run(routing.count_slots, grid, {**shared, **laid, "starts_ptr": starts, "ranks_ptr": ranks, "P": _CHUNK}, 8, 1)
@@ -170,6 +172,18 @@ def spread_slots(ids: Tensor, expert_map: Tensor | None, num_experts: int, exper
     }  # fmt: skip
     run(routing.direct_slots, (1,), values, 4, 1)
     return Sorted(slots, tile_expert, total)
+
+
+def group_bounds(counts: Tensor, y: Tensor, flag: Tensor) -> Tensor:
+    """int32 ``[experts + 1]``: where the groups of rows begin and end whose sizes are ``counts [experts]``; see the kernel for ``y``."""
+    experts, (rows, h) = counts.shape[0], y.shape
+    (bounds,) = _rooms(y.device, (experts + 1,))
+    values = {
+        "counts_ptr": counts, "bounds_ptr": bounds, "flag_ptr": flag, "y_ptr": y, "rows": rows, "experts": experts, "H": h,
+        "E": _lanes(experts), "BR": _CLEARED, "BH": 256,
+    }  # fmt: skip
+    run(routing.group_bounds, (-(-rows // _CLEARED),), values, 4, 1)
+    return bounds
 
 
 def sorted_by_expert(

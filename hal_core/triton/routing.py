@@ -1,4 +1,4 @@
-"""Slots sorted by expert on the device, in padded tiles; and the steps around products: gather, activation, sums over slots.
+"""Slots sorted by expert on the device, in padded tiles; where groups of rows begin; and the steps around products.
 
 A slot is one of the ``top_k`` places of a token, numbered ``token * top_k + place``. Nothing here waits for the host, and every size
 follows from shapes alone, so a graph captures it. An id out of range is skipped, and the first one seen is written to a flag.
@@ -10,7 +10,8 @@ import triton.language as tl
 from hal_core.triton.epilogue import activated, local_expert
 
 __all__ = [
-    "activate_rows", "count_slots", "direct_slots", "flag_slots", "gather_rows", "scatter_slots", "slot_sum", "sort_slots", "weighted_sum",
+    "activate_rows", "count_slots", "direct_slots", "flag_slots", "gather_rows", "group_bounds", "scatter_slots", "slot_sum", "sort_slots",
+    "weighted_sum",
 ]  # fmt: skip
 
 
@@ -47,31 +48,40 @@ def direct_slots(
 
 
 @triton.jit
-def _tiles(
-    scratch_ptr, slots_ptr, tile_expert_ptr, total_ptr, ends_ptr, numel,
+def _starts(
+    scratch_ptr, slots_ptr, total_ptr, ends_ptr, numel,
     BM: tl.constexpr, E: tl.constexpr, FILL: tl.constexpr, ENDS: tl.constexpr,
 ):  # fmt: skip
-    """First places of experts, from counts ``scratch[0:E]``, which become 0; experts of tiles; ``numel`` in places that stay empty."""
+    """First places of experts, from counts ``scratch[0:E]``, which become 0; ``numel`` in places that stay empty."""
     e = tl.arange(0, E)
     # volatile: the counts were made by atomics, behind the first-level cache
     counts = tl.load(scratch_ptr + e, volatile=True)
-    tiles = (counts + BM - 1) // BM
-    padded = tiles * BM
+    padded = (counts + BM - 1) // BM * BM
     ends = tl.cumsum(padded, 0)
     starts = ends - padded
     # every warp has read the counts before one of them clears them
     tl.debug_barrier()
     tl.store(scratch_ptr + e, tl.zeros((E,), tl.int32))
-    tl.store(total_ptr, tl.sum(padded, 0))
+    # the last end, without another pass through shared memory for a sum
+    tl.store(total_ptr + e * 0, ends, mask=e == E - 1)
     if ENDS:
         tl.store(ends_ptr + e, ends)
-    for tile in range(tl.max(tiles, 0)):
-        tl.store(tile_expert_ptr + starts // BM + tile, e, mask=tile < tiles)
     for first in tl.static_range(0, BM, FILL):
         lane = first + tl.arange(0, FILL)
         place = (starts + counts)[:, None] + lane[None, :]
         tl.store(slots_ptr + place, tl.zeros((E, FILL), tl.int32) + numel, mask=lane[None, :] < (padded - counts)[:, None])
     return starts
+
+
+@triton.jit
+def _placed(
+    slots_ptr, tile_expert_ptr, places_ptr, index, local, place, rank, numel, BM: tl.constexpr, PLACES: tl.constexpr
+):  # fmt: skip
+    """Slots to their places; the first of each tile also says whose it is."""
+    tl.store(slots_ptr + place, index, mask=local >= 0)
+    tl.store(tile_expert_ptr + place // BM, local, mask=(local >= 0) & (rank % BM == 0))
+    if PLACES:
+        tl.store(places_ptr + index, tl.where(local >= 0, place, -1), mask=index < numel)
 
 
 @triton.jit
@@ -88,45 +98,41 @@ def sort_slots(
     local = _experts_of(ids_ptr, map_ptr, flag_ptr, index, numel, num_experts, experts, top_k, HAS_MAP)
     rank = tl.atomic_add(scratch_ptr + tl.maximum(local, 0), 1, mask=local >= 0)
     tl.debug_barrier()
-    starts = _tiles(scratch_ptr, slots_ptr, tile_expert_ptr, total_ptr, ends_ptr, numel, BM, E, FILL, PLACES)
-    start = tl.gather(starts, tl.maximum(local, 0), 0)
-    tl.store(slots_ptr + start + rank, index, mask=local >= 0)
-    if PLACES:
-        tl.store(places_ptr + index, tl.where(local >= 0, start + rank, -1), mask=index < numel)
+    starts = _starts(scratch_ptr, slots_ptr, total_ptr, ends_ptr, numel, BM, E, FILL, PLACES)
+    place = tl.gather(starts, tl.maximum(local, 0), 0) + rank
+    _placed(slots_ptr, tile_expert_ptr, places_ptr, index, local, place, rank, numel, BM, PLACES)
 
 
 @triton.jit
 def count_slots(
-    ids_ptr, map_ptr, flag_ptr, scratch_ptr, starts_ptr, ranks_ptr, slots_ptr, tile_expert_ptr, total_ptr, ends_ptr,
+    ids_ptr, map_ptr, flag_ptr, scratch_ptr, starts_ptr, ranks_ptr, slots_ptr, total_ptr, ends_ptr,
     numel, num_experts, experts, top_k,
     HAS_MAP: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, E: tl.constexpr, FILL: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """Counts per expert and each slot's rank in it; the program that comes last lays out the tiles. Starts are the call's own."""
+    """Counts per expert and each slot's rank in it; the program that comes last finds where experts begin. Starts are the call's own."""
     index = tl.program_id(0) * P + tl.arange(0, P)
     local = _experts_of(ids_ptr, map_ptr, flag_ptr, index, numel, num_experts, experts, top_k, HAS_MAP)
     rank = tl.atomic_add(scratch_ptr + tl.maximum(local, 0), 1, mask=local >= 0)
     tl.store(ranks_ptr + index, rank, mask=index < numel)
     tl.debug_barrier()
     if tl.atomic_add(scratch_ptr + E, 1) == tl.num_programs(0) - 1:
-        starts = _tiles(scratch_ptr, slots_ptr, tile_expert_ptr, total_ptr, ends_ptr, numel, BM, E, FILL, PLACES)
+        starts = _starts(scratch_ptr, slots_ptr, total_ptr, ends_ptr, numel, BM, E, FILL, PLACES)
         tl.store(starts_ptr + tl.arange(0, E), starts)
         tl.store(scratch_ptr + E, 0)
 
 
 @triton.jit
 def scatter_slots(
-    ids_ptr, map_ptr, starts_ptr, ranks_ptr, slots_ptr, places_ptr, numel, num_experts, experts,
-    HAS_MAP: tl.constexpr, P: tl.constexpr, PLACES: tl.constexpr,
+    ids_ptr, map_ptr, starts_ptr, ranks_ptr, slots_ptr, tile_expert_ptr, places_ptr, numel, num_experts, experts,
+    HAS_MAP: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """Each slot to its place."""
     index = tl.program_id(0) * P + tl.arange(0, P)
     ids = tl.load(ids_ptr + index, mask=index < numel, other=-1)
     local, _ = local_expert(ids, map_ptr, num_experts, experts, HAS_MAP)
-    start = tl.load(starts_ptr + tl.maximum(local, 0), mask=local >= 0, other=0)
     rank = tl.load(ranks_ptr + index, mask=local >= 0, other=0)
-    tl.store(slots_ptr + start + rank, index, mask=local >= 0)
-    if PLACES:
-        tl.store(places_ptr + index, tl.where(local >= 0, start + rank, -1), mask=index < numel)
+    place = tl.load(starts_ptr + tl.maximum(local, 0), mask=local >= 0, other=0) + rank
+    _placed(slots_ptr, tile_expert_ptr, places_ptr, index, local, place, rank, numel, BM, PLACES)
 
 
 @triton.jit
@@ -134,6 +140,36 @@ def flag_slots(ids_ptr, map_ptr, flag_ptr, numel, num_experts, experts, top_k, H
     """Only the check, where nothing is sorted."""
     index = tl.program_id(0) * P + tl.arange(0, P)
     _experts_of(ids_ptr, map_ptr, flag_ptr, index, numel, num_experts, experts, top_k, HAS_MAP)
+
+
+@triton.jit
+def group_bounds(
+    counts_ptr, bounds_ptr, flag_ptr, y_ptr, rows, experts, H,
+    E: tl.constexpr, BR: tl.constexpr, BH: tl.constexpr,
+):  # fmt: skip
+    """``bounds int32 [experts + 1]`` of groups of rows, none past the last row, from ``counts``; rows past all groups of ``y`` are zero.
+
+    Counts below zero, or of more rows than there are, are reported and cut off.
+    """
+    e = tl.arange(0, E)
+    count = tl.load(counts_ptr + e, mask=e < experts, other=0).to(tl.int64)
+    count = tl.minimum(tl.maximum(count, -0x80000000), 0x7FFFFFFF)  # as a report holds it
+    taken = tl.minimum(tl.maximum(count, 0), rows + 1)
+    ends = tl.cumsum(taken, 0)
+    if tl.program_id(0) == 0:
+        wrong = (count < 0) | ((ends > rows) & (ends - taken <= rows))
+        tl.store(flag_ptr + 1 + e * 0, -1 + e * 0, mask=wrong)
+        tl.store(flag_ptr + e * 0, ((e + 1).to(tl.int64) << 32) | (count & 0xFFFFFFFF), mask=wrong)
+        tl.store(bounds_ptr + 1 + e, tl.minimum(ends, rows).to(tl.int32), mask=e < experts)
+        tl.store(bounds_ptr, 0)
+    total = tl.max(ends, 0)
+    first = tl.program_id(0) * BR
+    if first + BR > total:
+        r = (first + tl.arange(0, BR)).to(tl.int64)[:, None]
+        for start in range(0, H, BH):
+            h = (start + tl.arange(0, BH))[None, :]
+            zero = tl.zeros((BR, BH), y_ptr.dtype.element_ty)
+            tl.store(y_ptr + r * H + h, zero, mask=(r >= total) & (r < rows) & (h < H))
 
 
 @triton.jit

@@ -76,6 +76,11 @@ class TritonSteps:
             found = launch.sort_slots(route.ids, route.expert_map, route.num_experts, route.experts, block, places, self.flag, scratch)
         return Sorted(found.slots, found.tile_expert, found.total)
 
+    def bounds(self, counts: Tensor, out: Tensor) -> Tensor:
+        from hal_core.triton import launch
+
+        return launch.group_bounds(counts, out, self.flag)
+
     def activate(self, y: Tensor, activation: Activation, gated: bool) -> Tensor:
         from hal_core.triton import launch
         from hal_core.triton.repeat import room

@@ -73,6 +73,12 @@ class MoESteps(Protocol):
     def sort(self, route: Route, block: int, places: int) -> Sorted:
         """The slots of local experts, in ``places`` places."""
 
+    def bounds(self, counts: Tensor, out: Tensor) -> Tensor:
+        """int32 ``[experts + 1]``: where groups of rows of ``counts [experts]`` begin and end, none past the last row of ``out [R, H]``.
+
+        Rows of ``out`` past all groups become zero.
+        """
+
     def activate(self, y: Tensor, activation: Activation, gated: bool) -> Tensor:
         """``[R, 2 I]``, gate before up, or ``[R, I]`` ungated, to ``[R, I]`` in the same dtype, computed in float32."""
 
@@ -108,6 +114,12 @@ class TorchSteps:
         blocks = torch.arange(0, places, block, device=device)
         of_block = torch.searchsorted(ends, blocks, right=True).clamp_(max=experts - 1)
         return Sorted(ids[:places], of_block.to(torch.int32), ends[-1:].to(torch.int32))
+
+    def bounds(self, counts: Tensor, out: Tensor) -> Tensor:
+        rows = out.shape[0]
+        ends = counts.long().clamp(0, rows).cumsum(0).clamp(max=rows)
+        out.masked_fill_((torch.arange(rows, device=out.device) >= ends[-1])[:, None], 0)
+        return torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
 
     def activate(self, y: Tensor, activation: Activation, gated: bool) -> Tensor:
         gate, up = y.float().chunk(2, dim=-1) if gated else (None, y.float())

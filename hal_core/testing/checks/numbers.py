@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from hal_core.testing.case import CheckFailedError, Verdict
 from hal_core.testing.subjects import ExpertsSubject, LinearSubject
 
@@ -122,8 +120,8 @@ def _field(name: str, a: Any, b: Any) -> Any:
 def _bias(bench: Bench) -> tuple[_Setting, _Setting]:
     (first, inputs), (second, _) = _specs(bench, bench.case.spec, bench.case.spec)
     parts = {name: getattr(first.weights, name) for name in type(first.weights).__dataclass_fields__}
-    zero = {name: torch.zeros_like(t) for name, t in parts.items() if name.endswith("bias") and t is not None}
-    second.weights = replace(first.weights, **zero)
+    other = {name: -t for name, t in parts.items() if name.endswith("bias") and t is not None}
+    second.weights = replace(first.weights, **other)
     return (first, inputs), (second, inputs)
 
 

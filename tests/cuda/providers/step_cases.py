@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from hal_backend_cuda.providers.steps import Route
+from hal_backend_cuda.providers.steps import Route, TorchSteps
 
 from hal_core.check import check
 from hal_core.errors import ShapeError
@@ -46,6 +46,20 @@ def check_sort(steps, route, block):
     assert sorted(seen) == [row for row, expert in enumerate(local) if expert >= 0]
 
 
+def check_bounds(steps):
+    sound, wrong = ([3, 0, 5, 0], [0, 0, 0, 0]), {"-2 rows of expert 1": [3, -2, 1, 4], "2147483647 rows of expert 1": [8, 2**40, 0, 1]}
+    for counts, told in [*((each, "") for each in sound), *((each, told) for told, each in wrong.items())]:
+        sizes, rows = torch.tensor(counts), 21
+        found, wanted = (torch.full((rows, 300), float("nan")) for _ in range(2))
+        assert torch.equal(steps.bounds(sizes, found), TorchSteps().bounds(sizes, wanted))
+        assert torch.equal(found.isnan(), wanted.isnan())
+        assert torch.equal(found.nan_to_num(), torch.zeros_like(found))
+        if told:
+            with pytest.raises(ShapeError, match=told):
+                check()
+        check()
+
+
 def check_activation(steps, kind, limit, gated):
     rng = torch.Generator().manual_seed(1)
     for rows, width in ((3, 300), (66, 40)):
@@ -82,6 +96,8 @@ def main(part):
         with pytest.raises(ShapeError, match="topk id"):
             check()
         assert all(not bool(s.any()) for s in steps.scratch.values()), "counts are zero again"
+    elif part == "bounds":
+        check_bounds(steps)
     elif part == "many":
         launch._FEW, launch._CHUNK = 16, 64
         for seed in (3, 4):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import types
 from dataclasses import replace
 
@@ -12,13 +13,13 @@ pytest.importorskip("triton", reason="needs triton")
 
 from hal_backend_cuda.providers.humming import ops, runtime
 from hal_backend_cuda.providers.humming.layout import HummingLayout
-from hal_backend_cuda.providers.humming.ops import HummingExperts, HummingLinear
+from hal_backend_cuda.providers.humming.ops import HummingExperts, HummingGroups, HummingLinear
 from hal_backend_cuda.providers.humming.recipes import RECIPES
 from hal_backend_cuda.providers.steps import TorchSteps
 
 from hal_core.errors import ShapeError, UnfitWeightsError
 from hal_core.kernel import LinearWeights, MoEWeights
-from hal_core.ops import Routed
+from hal_core.ops import Grouped, Routed
 from hal_core.reference.linear import ReferenceLinear
 from hal_core.reference.moe import ReferenceMoE
 from hal_core.schemes import WeightScheme
@@ -70,6 +71,11 @@ class Emulator:
         named = (("weight", weight), ("weight_scale", scale), ("weight_scale_2", whole), ("zero_point", zero))
         tensors = {n: t for n, t in named if t is not None}
         matrix, x = self.dense(p, tensors), x.float() if x_scale is None else x.float() * x_scale
+        if layout is not None:
+            assert layout.shape == (p.experts + 1,)
+            for e, (first, last) in enumerate(itertools.pairwise(layout.tolist())):
+                out[first:last] = x[first:last] @ matrix[e].T + (0 if bias is None else bias[e].float())
+            return
         if ids is None:
             out.copy_(x @ matrix[0].T + (0 if bias is None else bias.float()))
             return
@@ -168,6 +174,38 @@ def test_experts(name, text, changes):
             wanted = ReferenceMoE().prepare(spec, weights).apply(x.float(), routed, expert_map=places, reduce=reduce)
             assert found.shape == wanted.shape
             assert not tokens or not float(wanted.norm()) or error(found, wanted) < BY_NAME[name].error_bound("moe")
+
+
+@pytest.mark.parametrize(("name", "text"), CASES)
+@pytest.mark.parametrize("changes", [{"bias": True}, {"gate": None, "activation": Activation("relu2")}], ids=["bias", "ungated"])
+def test_rows_in_groups(name, text, changes):
+    spec, weights = experts_case(text, routing="grouped", **changes)
+    op = HummingGroups(spec, weights, BY_NAME[name])
+    counts = torch.tensor([3, 0, 5, 1, 0, 2])
+    ids = torch.repeat_interleave(torch.arange(6), counts).int()[:, None]
+    plain = ReferenceMoE().prepare(replace(spec, routing="routed", top_k=1), weights)
+    for rows in (11, 14):  # three rows of padding
+        x, out = torch.randn(rows, 256).bfloat16(), torch.full((rows, 256), float("nan"), dtype=torch.bfloat16)
+        assert op.apply(x, Grouped(counts.int()), out=out) is out
+        wanted = plain.apply(x[:11].float(), Routed(ids, torch.ones(11, 1)))
+        assert error(out[:11], wanted) < BY_NAME[name].error_bound("moe")
+        assert not out[11:].any()
+    assert op.apply(torch.empty(0, 256).bfloat16(), Grouped(torch.zeros(6, dtype=torch.int64))).shape == (0, 256)
+
+
+@pytest.mark.parametrize(
+    ("routing", "told", "more"),
+    [
+        (Routed(torch.zeros(4, 2).int(), torch.ones(4, 2)), "with Routed", {}),
+        (Grouped(torch.ones(6)), "num_tokens_per_expert torch.float32", {}),
+        (Grouped(torch.ones(5).int()), r"\[5\]", {}),
+        (Grouped(torch.ones(6).int()), "expert_map", {"expert_map": torch.arange(6).int()}),
+    ],
+)
+def test_groups_given_wrongly_are_refused(routing, told, more):
+    spec, weights = experts_case("int4:g128", routing="grouped")
+    with pytest.raises(ShapeError, match=told):
+        HummingGroups(spec, weights, BY_NAME["w4a16"]).apply(torch.randn(4, 256).bfloat16(), routing, **more)
 
 
 def test_steps_of_plain_torch_are_taken_anew_by_every_call(monkeypatch):

@@ -109,6 +109,14 @@ def test_refusals_of_experts():
     assert codes(name, experts("int4:g128", expert_map=True, local_experts=4, bias=True, routed_scaling=2.5)) == []
 
 
+def test_rows_in_groups_are_served_where_nothing_is_asked_of_their_sum():
+    name = "moe_humming_w4a16"
+    assert codes(name, experts("int4:g128", routing="grouped", bias=True)) == []
+    assert codes(name, experts("int4:g128", routing="grouped", expert_map=True)) == ["epilogue.expert_map"]
+    assert codes(name, experts("int4:g128", routing="grouped", routed_scaling=2.5)) == ["epilogue.routed_scaling"]
+    assert codes(name, experts("int4:g128", routing="batched")) == ["routing.form"]
+
+
 def test_fp16_is_refused_where_sums_are_rounded_before_the_scales_of_rows():
     for recipe, scheme in (("w4a16", "int4:channel"), ("w8a16", "int8:channel"), ("fp8_a16", "fp8_e4m3:channel"), ("nvfp4", "nvfp4:g16")):
         name = f"moe_humming_{recipe}"

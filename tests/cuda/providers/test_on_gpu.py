@@ -29,7 +29,7 @@ from hal_core.errors import HalError, ShapeError
 from hal_core.kernel import LinearWeights, MoEWeights
 from hal_core.kv.op import KVParams
 from hal_core.kv.scheme import KVScheme
-from hal_core.ops import Routed
+from hal_core.ops import Grouped, Routed
 from hal_core.reference.moe import ReferenceMoE
 from hal_core.schemes import WeightScheme
 from hal_core.spec import KVCacheSpec, LinearSpec, MoESpec
@@ -110,6 +110,32 @@ def test_repeated_calls_launch_hummings_kernels_alone(name, rows, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(Repeats, "__call__", lambda self, key, tensors, call: call())
             assert all(torch.equal(one, call()) for one, call in zip(found, calls, strict=True))
+
+
+@pytest.mark.parametrize("name", ["w4a16", "w4a8_int8"])
+def test_rows_in_groups_follow_their_sizes_through_a_graph(name):
+    kernel, weights = MoEHumming(next(recipe for recipe in RECIPES if recipe.name == name)), expert_weights(8)
+    op = kernel.prepare(replace(SPEC, routing="grouped", numerics=kernel.numerics), weights)
+    plain = ReferenceMoE().prepare(replace(SPEC, top_k=1), weights)
+    x, out = torch.randn(40, 256, device=DEVICE).bfloat16(), torch.empty(40, 256, dtype=torch.bfloat16, device=DEVICE)
+    counts, graph = torch.zeros(8, dtype=torch.int32, device=DEVICE), torch.cuda.CUDAGraph()
+    op.apply(x, Grouped(counts), out=out)
+    with torch.cuda.graph(graph):
+        op.apply(x, Grouped(counts), out=out)
+    for sizes in ([5] * 8, [0, 0, 33, 0, 0, 1, 0, 0], [0] * 7 + [40], [0] * 8):
+        counts.copy_(torch.tensor(sizes))
+        total, ids = sum(sizes), torch.repeat_interleave(torch.arange(8), torch.tensor(sizes)).int()[:, None].to(DEVICE)
+        wanted = plain.apply(x[:total].float(), Routed(ids, torch.ones(total, 1, device=DEVICE)))
+        for again in (graph.replay, lambda: op.apply(x, Grouped(counts), out=out)):
+            out.fill_(math.nan)
+            again()
+            assert not total or error(out[:total], wanted) < kernel.error_bound / 2
+            assert not out[total:].any()
+    check()
+    counts[0] = 41
+    graph.replay()
+    with pytest.raises(ShapeError, match="41 rows of expert 0"):
+        check()
 
 
 def test_ids_out_of_range_are_left_out_and_told():

@@ -34,7 +34,12 @@ CASES = {
     ),
     "scatter": (
         routing.scatter_slots,
-        {**IDS, **SORTED, "starts_ptr": INTS, "ranks_ptr": INTS, "numel": 8192, "HAS_MAP": False, "P": 256}, 4,
+        {**IDS, **SORTED, "starts_ptr": INTS, "ranks_ptr": INTS, "numel": 8192, "HAS_MAP": False, "P": 256, "BM": 96}, 4,
+    ),
+    "bounds": (
+        routing.group_bounds,
+        {"counts_ptr": INTS, "bounds_ptr": INTS, "flag_ptr": LONGS, "y_ptr": HALVES, "rows": 4096, "experts": 100, "H": 2048, "E": 128,
+         "BR": 16, "BH": 256}, 4,
     ),
     "activate": (
         routing.activate_rows,

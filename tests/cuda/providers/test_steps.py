@@ -43,7 +43,7 @@ def test_ids_out_of_range_are_skipped():
     check_sort(TorchSteps(), route, block=8)
 
 
-@pytest.mark.parametrize("part", ["sort", "many", "activation", "reduce"])
+@pytest.mark.parametrize("part", ["sort", "many", "bounds", "activation", "reduce"])
 def test_triton_steps_in_the_interpreter(part):
     if importlib.util.find_spec("triton") is None:
         pytest.skip("needs triton")

@@ -13,7 +13,7 @@ from hal_core.selection import Transform
 from hal_core.spec import ACTIVATIONS
 
 if TYPE_CHECKING:
-    from hal_backend_cuda.providers.humming.ops import HummingExperts, HummingLinear
+    from hal_backend_cuda.providers.humming.ops import HummingExperts, HummingGroups, HummingLinear
     from hal_core.kernel import LinearWeights, MoEWeights
     from hal_core.machine import Machine
     from hal_core.numerics import Numerics
@@ -91,11 +91,11 @@ class LinearHumming(_Humming, LinearKernel):
 
 
 class MoEHumming(_Humming, MoEKernel):
-    """A block of experts by Humming's indexed kernels, with this backend's sort, activation and weighted sum."""
+    """A block of experts by Humming's kernels: indexed, with this backend's sort and sum; grouped, of rows that the caller sorted."""
 
     devices = ("cuda",)
     isa = ()
-    routing = ("routed",)
+    routing = ("routed", "grouped")
     epilogue = MoEEpilogue(
         activations=ACTIVATIONS, alpha=True, limit=True, gated=True, ungated=True, bias=True, mixed_schemes=False, expert_map=True,
         expert_parallel=True, router_weight_on_input=False, routed_scaling=True, shared_experts=False, lora=False,
@@ -108,7 +108,18 @@ class MoEHumming(_Humming, MoEKernel):
         self._answer(recipe)
 
     def refusals(self, spec: MoESpec, machine: Machine) -> tuple[Refusal, ...]:
-        return (*super().refusals(spec, machine), *self._own_refusals(spec, machine, (spec.hidden, spec.intermediate)))
+        own = self._own_refusals(spec, machine, (spec.hidden, spec.intermediate))
+        return (*super().refusals(spec, machine), *own, *self._form_refusals(spec))
+
+    def _form_refusals(self, spec: MoESpec) -> tuple[Refusal, ...]:
+        """What has no meaning for rows that the caller has sorted, and will sum."""
+        asked = {"expert_map": spec.expert_map, "routed_scaling": spec.routed_scaling != 1.0}
+        found, fix = "rows in groups have their local expert, and come back unweighted", "apply it where rows are sorted and summed"
+        return tuple(
+            Refusal(f"epilogue.{name}", f"{name} with grouped rows", found, fix)
+            for name, on in asked.items()
+            if on and spec.routing == "grouped"
+        )
 
     def computes(self, spec: MoESpec) -> Numerics:
         return replace(self.numerics, operand=spec.dtype)  # what lies between the two products is rounded to it
@@ -117,10 +128,10 @@ class MoEHumming(_Humming, MoEKernel):
         stacked = spec.gate is not None
         return tuple(dict.fromkeys(t for scheme in spec.schemes for t in self._recipe.changes(scheme, spec.dtype, stacked)))
 
-    def prepare(self, spec: MoESpec, weights: MoEWeights) -> HummingExperts:
-        from hal_backend_cuda.providers.humming.ops import HummingExperts
+    def prepare(self, spec: MoESpec, weights: MoEWeights) -> HummingExperts | HummingGroups:
+        from hal_backend_cuda.providers.humming.ops import HummingExperts, HummingGroups
 
-        return HummingExperts(spec, weights, self._recipe)
+        return (HummingGroups if spec.routing == "grouped" else HummingExperts)(spec, weights, self._recipe)
 
 
 KERNELS = tuple(kind(recipe) for kind in (LinearHumming, MoEHumming) for recipe in RECIPES)

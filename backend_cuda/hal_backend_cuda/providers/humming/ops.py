@@ -1,4 +1,4 @@
-"""The prepared ops: a dense product, and a block of experts as two indexed products with this backend's steps around them."""
+"""The prepared ops: a dense product, and a block of experts as two products with this backend's steps around them."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from hal_backend_cuda.providers.humming.runtime import (
 from hal_backend_cuda.providers.inputs import on_cuda
 from hal_backend_cuda.providers.steps import Route
 from hal_core.dtypes import torch_dtype
-from hal_core.op_parts import Numbered, check_out, check_routing, check_rows
+from hal_core.op_parts import Numbered, check_grouped, check_out, check_routing, check_rows
 from hal_core.ops import MoEExperts, QuantLinear
 from hal_core.triton.repeat import Repeats, room
 from hal_core.weight_checks import check_linear_weights, check_moe_weights, check_same_kind, kinds_of
 
 if TYPE_CHECKING:
     from hal_backend_cuda.providers.humming.recipes import Recipe
-    from hal_backend_cuda.providers.steps import MoESteps
+    from hal_backend_cuda.providers.steps import MoESteps, Sorted
     from hal_core.kernel import LinearWeights, MoEWeights
     from hal_core.spec import LinearSpec, MoESpec
 
-__all__ = ["HummingExperts", "HummingLinear"]
+__all__ = ["HummingExperts", "HummingGroups", "HummingLinear"]
 
 
 def _with_bias(tensors: dict[str, Tensor], bias: Tensor | None, dtype: str) -> dict[str, Tensor]:
@@ -90,19 +90,22 @@ class HummingLinear(_Repeating, QuantLinear):
         self.matrix.refill(self._tensors(weights))
 
 
-class HummingExperts(_Repeating, MoEExperts):
-    """Routing sort, gate and up in one product, activation, down, weighted sum. Nothing waits for the device."""
+class _HummingBlock(_Repeating, MoEExperts):
+    """Gate and up as one matrix, down as another. Nothing waits for the device."""
+
+    grouped: bool
 
     def __init__(self, spec: MoESpec, weights: MoEWeights, recipe: Recipe, steps: MoESteps | None = None) -> None:
         super().__init__()
         check_moe_weights(spec, weights)
         self.spec, self.recipe, self.kinds, self.dtype = spec, recipe, kinds_of(weights), torch_dtype(spec.dtype)
         self.wide = spec.intermediate * (2 if spec.gate else 1)
-        first = Problem(recipe, spec.up, self.wide, spec.hidden, spec.dtype, spec.bias, spec.local, stacked=spec.gate is not None)
-        second = Problem(recipe, spec.down, spec.hidden, spec.intermediate, spec.dtype, spec.bias, spec.local)
+        shape, more = (self.wide, spec.hidden, spec.dtype, spec.bias, spec.local), {"grouped": self.grouped}
+        first = Problem(recipe, spec.up, *shape, stacked=spec.gate is not None, **more)
+        second = Problem(recipe, spec.down, spec.hidden, spec.intermediate, *shape[2:], **more)
         self.first = HummingMatrix(first, self._first(weights))
         self.second = HummingMatrix(second, self._second(weights))
-        self.blocks = compile_experts(self.first, self.second)
+        self._compile()
         self.device, self.repeats = self.first.locks.device, Repeats()
         self.steps = fastest_steps(self.device, spec.local) if steps is None else steps
         self._enrol()
@@ -117,6 +120,53 @@ class HummingExperts(_Repeating, MoEExperts):
 
     def _second(self, weights: MoEWeights) -> dict[str, Tensor]:
         return _with_bias(humming_tensors(weights.down, self.spec.dtype), weights.down_bias, self.spec.dtype)
+
+    def _compile(self) -> None:
+        """Build the tiles of both products."""
+        compile_dense(self.first)
+        compile_dense(self.second)
+
+    def _products(self, rows: Tensor, order: Sorted | Tensor, top_k: int, out: Tensor) -> None:
+        """``rows [T, H]`` through both products, to ``out [T * top_k, H]``."""
+        codes, scales = quantize_rows(self.recipe, rows)
+        wide = room((out.shape[0], self.wide), self.dtype, rows.device)
+        self._modules["first"].launch(codes, scales, wide, order, top_k=top_k)
+        self._modules["second"].launch(*self._activated(wide), out, order)
+
+    def _activated(self, wide: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What the second product takes."""
+        activation, gated = self.spec.activation, self.spec.gate is not None
+        if self.recipe.quant is None:
+            return self.steps.activate(wide, activation, gated), None
+        return self.steps.quantized(wide, activation, gated, functools.partial(quantize_rows, self.recipe))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._enrol()
+
+    def _enrol(self) -> None:
+        """A number of its own, by which a compiled graph finds it; copies get others."""
+        self.number = _NUMBERED.enrol(self)
+
+    def workspace_size(self, max_tokens: int) -> int:
+        return 0
+
+    def update(self, weights: MoEWeights) -> None:
+        check_moe_weights(self.spec, weights)
+        check_same_kind(self.kinds, weights)
+        # both are made before either is written: weights that do not fit change nothing
+        first, second = self._first(weights), self._second(weights)
+        self.first.refill(first)
+        self.second.refill(second)
+
+
+class HummingExperts(_HummingBlock):
+    """Routing sort, two indexed products with the activation between them, weighted sum."""
+
+    grouped = False
+
+    def _compile(self) -> None:
+        self.blocks = compile_experts(self.first, self.second)
 
     def compute(
         self, x: Any, routing: Any, expert_map: Tensor | None, out: Tensor | None, workspace: Tensor | None, reduce: bool
@@ -146,42 +196,42 @@ class HummingExperts(_Repeating, MoEExperts):
         spec, steps, count = self.spec, self.steps, ids.numel()
         route = Route(ids, weights, spec.num_experts, spec.local, expert_map)
         order = steps.sort(route, self.blocks.block(count), self.blocks.capacity(count, spec.local))
-        codes, scales = quantize_rows(self.recipe, rows)
-        wide = room((count, self.wide), self.dtype, rows.device)
-        self._modules["first"].launch(codes, scales, wide, order, top_k=spec.top_k)
-        codes, scales = self._activated(wide)
         slots = room((count, spec.hidden), self.dtype, rows.device)
-        self._modules["second"].launch(codes, scales, slots, order)
+        self._products(rows, order, spec.top_k, slots)
         steps.reduce(slots, route, spec.routed_scaling, y)
 
-    def _activated(self, wide: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What the second product takes."""
-        activation, gated = self.spec.activation, self.spec.gate is not None
-        if self.recipe.quant is None:
-            return self.steps.activate(wide, activation, gated), None
-        return self.steps.quantized(wide, activation, gated, functools.partial(quantize_rows, self.recipe))
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._enrol()
+class HummingGroups(_HummingBlock):
+    """Rows that the caller has sorted by expert, in two products of contiguous groups; their results in the same order, unweighted."""
 
-    def _enrol(self) -> None:
-        """A number of its own, by which a compiled graph finds it; copies get others."""
-        self.number = _NUMBERED.enrol(self)
+    grouped = True
 
-    def workspace_size(self, max_tokens: int) -> int:
-        return 0
+    def compute(
+        self, x: Any, routing: Any, expert_map: Tensor | None, out: Tensor | None, workspace: Tensor | None, reduce: bool
+    ) -> Tensor:
+        asked = "humming grouped experts"
+        counts = check_grouped(asked, self.spec, x, routing, expert_map)
+        rows = check_rows(asked, x, self.spec.hidden, self.dtype, self.device)
+        if torch.compiler.is_compiling():
+            y = _GROUPS(rows, counts, self.number)
+            return y if out is None else check_out(asked, out, tuple(rows.shape), self.dtype, x.device).copy_(y)
+        y = check_out(asked, out, tuple(rows.shape), self.dtype, x.device)
+        if rows.shape[0]:
+            self.run(rows, counts, y)
+        return y
 
-    def update(self, weights: MoEWeights) -> None:
-        check_moe_weights(self.spec, weights)
-        check_same_kind(self.kinds, weights)
-        # both are made before either is written: weights that do not fit change nothing
-        first, second = self._first(weights), self._second(weights)
-        self.first.refill(first)
-        self.second.refill(second)
+    def run(self, rows: Tensor, counts: Tensor, y: Tensor) -> None:
+        """``rows [R, H]``, checked, to ``y [R, H]``; rows past all groups to zeros."""
+        if not self.steps.told:
+            self._launched(rows, counts, y)
+            return
+        self.repeats((rows.shape[0], counts.dtype), (rows, counts, y), lambda: self._launched(rows, counts, y))
+
+    def _launched(self, rows: Tensor, counts: Tensor, y: Tensor) -> None:
+        self._products(rows, self.steps.bounds(counts, y), 1, y)
 
 
-_NUMBERED: Numbered[HummingExperts] = Numbered()
+_NUMBERED: Numbered[Any] = Numbered()
 
 
 def _experts(x: Tensor, ids: Tensor, weights: Tensor, expert_map: Tensor | None, number: int, reduce: bool) -> Tensor:
@@ -196,6 +246,23 @@ _EXPERTS = torch.library.custom_op(
     "hal_cuda::humming_experts", _experts, mutates_args=(),
     schema="(Tensor x, Tensor ids, Tensor weights, Tensor? expert_map, int number, bool reduce) -> Tensor",
 )  # fmt: skip
+
+
+def _groups(x: Tensor, counts: Tensor, number: int) -> Tensor:
+    y = torch.empty_like(x)
+    if x.shape[0]:
+        _NUMBERED[number].run(x, counts, y)
+    return y
+
+
+_GROUPS = torch.library.custom_op(
+    "hal_cuda::humming_groups", _groups, mutates_args=(), schema="(Tensor x, Tensor counts, int number) -> Tensor"
+)
+
+
+@_GROUPS.register_fake
+def _groups_fake(x, counts, number):
+    return torch.empty_like(x)
 
 
 @_EXPERTS.register_fake

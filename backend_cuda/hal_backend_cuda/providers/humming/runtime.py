@@ -54,7 +54,7 @@ def library() -> SimpleNamespace:
 
 @dataclass(frozen=True)
 class Problem:
-    """One product ``[n, k]``; experts is 0 for a dense one. stacked: of two matrices, one below the other."""
+    """One product ``[n, k]``; experts is 0 for a dense one. stacked: of two matrices, one below the other. grouped: of rows in groups."""
 
     recipe: Recipe
     scheme: WeightScheme
@@ -64,6 +64,7 @@ class Problem:
     bias: bool
     experts: int = 0
     stacked: bool = False
+    grouped: bool = False
 
     def configuration(self, device: torch.device | int) -> Any:
         """Humming's LayerConfig for this problem on a device."""
@@ -77,6 +78,8 @@ class Problem:
 
     @property
     def gemm(self) -> str:
+        if self.grouped:
+            return "grouped_contiguous"
         return "indexed" if self.experts else "dense"
 
     def table(self, configuration: Any, device: torch.device | int) -> list[Row]:
@@ -118,18 +121,20 @@ class HummingMatrix(FixedBuffers):
         x = torch.zeros(1, p.k, dtype=torch_dtype(p.dtype), device=device)
         codes, scales = quantize_rows(p.recipe, x)
         out = torch.empty(1, p.n, dtype=x.dtype, device=device)
-        empty = Sorted(*(torch.zeros(size, dtype=torch.int32, device=device) for size in (256, 256, 1)))
-        self.launch(codes, scales, out, empty if p.experts else None, tile=tile)
+        empty = [torch.zeros(size, dtype=torch.int32, device=device) for size in (256, 256, 1, p.experts + 1)]
+        order = empty[3] if p.grouped else Sorted(*empty[:3]) if p.experts else None
+        self.launch(codes, scales, out, order, tile=tile)
 
     def launch(
-        self, x: Tensor, scales: Tensor | None, out: Tensor, rows: Sorted | None = None, top_k: int = 1, tile: Tensor | None = None
-    ) -> None:
-        """``x [M, K]`` to ``out [M * top_k, N]``; nothing is allocated and nothing waits."""
+        self, x: Tensor, scales: Tensor | None, out: Tensor, rows: Sorted | Tensor | None = None, top_k: int = 1,
+        tile: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """``x [M, K]`` to ``out [M * top_k, N]``; nothing is allocated and nothing waits. rows: sorted, or the bounds of their groups."""
         own = self._buffers
+        order = (rows.ids, rows.experts, rows.padded, None) if isinstance(rows, Sorted) else (None, None, None, rows)
         kernel_called(
             self.run, self.tiles if tile is None else tile, x, own["weight"], own["weight_scale"], own.get("weight_scale_2"), scales, None,
-            own.get("zero_point"), own.get("bias"), out, *(None,) * 3 if rows is None else (rows.ids, rows.experts, rows.padded), None,
-            own["locks"], top_k, 0,
+            own.get("zero_point"), own.get("bias"), out, *order, own["locks"], top_k, 0,
         )  # fmt: skip
 
 
