@@ -62,7 +62,7 @@ CASES = {
         {"ids_ptr": INTS, "weights_ptr": FLOATS, "ids_out_ptr": INTS, "weights_out_ptr": FLOATS, "flag_ptr": LONGS, "tokens": 4096,
          "num_experts": 128, "top_k": 8, "scaling": 1.5, "SLOTS": 8, "P": 32}, 1,
     ),
-    "logs": (beside_kernels.natural_logs, {"lse_ptr": FLOATS, "count": 2048, "BW": 1024}, 4),
+    "logs": (beside_kernels.natural_logs, {"lse_ptr": FLOATS, "out_ptr": FLOATS, "count": 2048, "BW": 1024}, 4),
 }  # fmt: skip
 
 

@@ -291,11 +291,12 @@ class FlashInferKVOp(KVOp):
 
     @staticmethod
     def _natural(lse: Tensor, plan: Plan) -> Tensor:
-        """In place; a graph's replays may see empty sequences that its plan did not have."""
+        """From logarithms to base 2; a graph's replays may see empty sequences that its plan did not have."""
         if not plan.empty and not plan.graph:
-            return lse.mul_(_LN2)
-        launch_natural_logs(lse)
-        return lse
+            return torch.mul(lse, _LN2)
+        out = torch.empty_like(lse)
+        launch_natural_logs(lse, out)
+        return out
 
     @staticmethod
     def _room(q: Tensor, out: Tensor | None) -> Tensor:

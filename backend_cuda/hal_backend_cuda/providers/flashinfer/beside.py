@@ -72,13 +72,13 @@ def store_on_host(cache: Tensor, tokens: tuple[Tensor, Tensor], slots: Tensor, s
         cache[slots[kept] // size, side, slots[kept] % size] = rows.to(cache.dtype)
 
 
-def launch_natural_logs(lse: Tensor) -> None:
-    """In place; of rows that saw no token, which FlashInfer gives as -50000, -infinity."""
+def launch_natural_logs(lse: Tensor, out: Tensor) -> None:
+    """From logarithms to base 2; of rows that saw no token, which FlashInfer gives as -50000, -infinity."""
     from hal_backend_cuda.providers.flashinfer.beside_kernels import natural_logs
     from hal_core.triton import launch
 
     count = lse.numel()
-    launch.run(natural_logs, (-(-count // 1024),), {"lse_ptr": lse, "count": count, "BW": 1024}, 4, 3)
+    launch.run(natural_logs, (-(-count // 1024),), {"lse_ptr": lse, "out_ptr": out, "count": count, "BW": 1024}, 4, 3)
 
 
 def launch_merge(

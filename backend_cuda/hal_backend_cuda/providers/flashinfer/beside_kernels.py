@@ -28,12 +28,12 @@ def append_tokens(
 
 
 @triton.jit
-def natural_logs(lse_ptr, count, BW: tl.constexpr):
+def natural_logs(lse_ptr, out_ptr, count, BW: tl.constexpr):
     """Logarithms to base 2 become natural ones; those of rows that saw no token, which FlashInfer gives as -50000, become -infinity."""
     lane = tl.program_id(0) * BW + tl.arange(0, BW)
     x = tl.load(lse_ptr + lane, mask=lane < count, other=0.0)
     x = tl.where(x < -40000.0, float("-inf"), x * 0.6931471805599453)
-    tl.store(lse_ptr + lane, x, mask=lane < count)
+    tl.store(out_ptr + lane, x, mask=lane < count)
 
 
 @triton.jit

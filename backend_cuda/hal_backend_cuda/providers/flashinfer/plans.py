@@ -153,7 +153,7 @@ class Plan:
         self.places: tuple[int, ...] = ()
         self.causal, self.scale, self.empty, self.queries = True, 0.0, False, 0
         self.known: dict[tuple[float, float, bool], _Launch] = {}
-        self.lock = threading.Lock()
+        self.lock, self.held = threading.Lock(), threading.local()
         #: The caller's tensors that it was made from, held weakly, and their versions.
         self.source: tuple[tuple[Callable[[], Tensor | None], int], ...] = ()
 
@@ -199,12 +199,22 @@ class Plan:
         """Whether one of these is what the plan was made from and has been written to since. Of other tensors nothing is known."""
         return any(held() is t and t._version != version for (held, version), t in zip(self.source, tensors, strict=False))
 
+    def _room(self, q: Tensor) -> Tensor:
+        """For a run's logarithms. As the plan's other memory it serves one run after another, but two threads may take turns."""
+        held: Tensor | None = getattr(self.held, "logs", None)
+        if held is not None and held.shape == q.shape[:2]:
+            return held
+        made = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        if not (q.is_cuda and torch.cuda.is_current_stream_capturing()):  # else it is the graph's
+            self.held.logs = made
+        return made
+
     def run(self, q: Tensor, cache: tuple[Tensor, Tensor], k_scale: float, v_scale: float, out: Tensor, *, lse: bool) -> Tensor | None:
-        """One launch (two where a value scale is not 1); logarithms to base 2 where they are wanted.
+        """One launch (two where a value scale is not 1); logarithms to base 2 where they are wanted, good until this thread's next run.
 
         What FlashInfer works out for the launch in Python depends on the plan, so that later calls go to its module at once.
         """
-        logs = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if lse else None
+        logs = self._room(q) if lse else None
         tensors, key = (q, *cache, out, *(() if logs is None else (logs,))), (k_scale, v_scale, lse)
         known = self.known.get(key)
         if known is not None:
