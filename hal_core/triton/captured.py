@@ -1,7 +1,8 @@
 """The one kernel that another library's call launches, read from captures of the call, so that repetitions launch it without the call.
 
 A capture runs nothing: the driver notes what would be launched, with its parameters. Two captures, over other tensors in the places of
-those that later calls have elsewhere, show which parameters are their addresses. All else has to be the same in both.
+those that later calls have elsewhere, show which parameters are their addresses, or descriptors with them. All else has to be the same
+in both.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ _COOPERATIVE, _CLUSTER = 2, 4
 _NO_SUCH = 1
 #: More parameters than kernels have.
 _MOST = 256
-#: Parameters begin at multiples of it: descriptors of tensors are among them.
-_ALIGNED = 64
+#: Bytes of a tensor's descriptor, and what its address is a multiple of.
+_DESCRIPTOR, _ALIGNED = 128, 64
 
 
 class _Node(ctypes.Structure):
@@ -155,7 +156,7 @@ def captured(step: Any, given: Sequence[Tensor | None], stream: int, device: int
         side = _stream(device)
         calls = [functools.partial(step.again, side.cuda_stream, tensors, []) for tensors in (given, others)]
         kernel, other = (_captured(library, side, call) for call in calls)
-        places = _places(kernel, other, addresses)
+        places = _places(library, kernel, other, addresses)
     except _RefusedError:
         return None
     if before != _allocations(device):  # memory that is given to others afterwards
@@ -163,8 +164,8 @@ def captured(step: Any, given: Sequence[Tensor | None], stream: int, device: int
     return _relaunched(step, kernel, places, stream, moved)
 
 
-def _places(one: _Kernel, two: _Kernel, addresses: dict[tuple[int, int], tuple[int, int]]) -> dict[int, tuple[int, int]]:
-    """Parameters that are addresses of the call's tensors; raises where anything else differs."""
+def _places(library: Any, one: _Kernel, two: _Kernel, addresses: dict[tuple[int, int], tuple[int, int]]) -> dict[int, tuple[int, int]]:
+    """Parameters that are addresses of the call's tensors, or descriptors that hold one; raises where anything else differs."""
     same = (one.function, one.grid, one.block, one.shared, len(one.parameters))
     if same != (two.function, two.grid, two.block, two.shared, len(two.parameters)):
         raise _RefusedError("another launch")
@@ -172,20 +173,44 @@ def _places(one: _Kernel, two: _Kernel, addresses: dict[tuple[int, int], tuple[i
     for at, pair in enumerate(zip(one.parameters, two.parameters, strict=True)):
         if pair[0] == pair[1]:
             continue
-        values = int.from_bytes(pair[0], "little"), int.from_bytes(pair[1], "little")
-        if len(pair[0]) != WORD or values not in addresses:
+        if len(pair[0]) == WORD:
+            values = int.from_bytes(pair[0], "little"), int.from_bytes(pair[1], "little")
+        else:
+            values = next((found for found in addresses if _with_address(library, pair[0], found[1]) == pair[1]), (0, 0))
+        if values not in addresses:
             raise _RefusedError(f"parameter {at}")
         places[at] = addresses[values]
     return places
 
 
+def _with_address(library: Any, descriptor: bytes, address: int) -> bytes | None:
+    """A tensor's descriptor with another address; None where it is none."""
+    if len(descriptor) != _DESCRIPTOR:
+        return None
+    memory, where = _aligned(_DESCRIPTOR)
+    ctypes.memmove(where, descriptor, _DESCRIPTOR)
+    refused = library.cuTensorMapReplaceAddress(ctypes.c_void_p(where), ctypes.c_uint64(address))
+    found = ctypes.string_at(where, _DESCRIPTOR)
+    del memory
+    return None if refused else found
+
+
+def _aligned(size: int) -> tuple[Any, int]:
+    """Memory, and the first address in it that descriptors may have."""
+    memory = (ctypes.c_char * (size + _ALIGNED))()
+    return memory, -(-ctypes.addressof(memory) // _ALIGNED) * _ALIGNED
+
+
 def _relaunched(step: Step, kernel: _Kernel, places: dict[int, tuple[int, int]], stream: int, moved: Moved) -> DriverLaunch:
     sizes = [-(-len(value) // _ALIGNED) * _ALIGNED for value in kernel.parameters]
-    values = (ctypes.c_char * (sum(sizes) + _ALIGNED))()
-    at, where = -(-ctypes.addressof(values) // _ALIGNED) * _ALIGNED, []
+    values, at = _aligned(sum(sizes))
+    where, maps = [], {}
     for index, (value, size) in enumerate(zip(kernel.parameters, sizes, strict=True)):
         ctypes.memmove(at, value, len(value))
-        where.append(moved.where(*places[index]) if index in places else at)
+        word = moved.where(*places[index]) if index in places else at
+        if index in places and len(value) == _DESCRIPTOR:
+            maps[index], word = word, at
+        where.append(word)
         at += size
     config = LaunchConfig(kernel.grid, kernel.block, kernel.shared, stream)
-    return driven(step, kernel.function, config, where, values, moved)
+    return driven(step, kernel.function, config, where, (values, moved), maps=maps)

@@ -102,7 +102,8 @@ class DriverLaunch:
     """By the driver. Repetitions must not overlap: what the driver reads is one for all.
 
     otherwise: the same by the library that launched it first. kept: what ``args`` point to. places: words of addresses that ``moved`` does
-    not have, with the tensor and bytes from its beginning.
+    not have, with the tensor and bytes from its beginning. maps: descriptors of tensors, each with the word of its tensor's address, and
+    the driver's function that puts one into the other.
     """
 
     otherwise: Step
@@ -110,24 +111,30 @@ class DriverLaunch:
     args: tuple[Any, ...]
     kept: tuple[Any, ...]
     places: tuple[tuple[ctypes.c_uint64, int, int], ...]
+    maps: tuple[tuple[Callable[..., int], ctypes.c_void_p, ctypes.c_uint64], ...]
 
     def again(self, stream: int, tensors: Any, pointers: list[int]) -> None:
         for word, source, offset in self.places:
             word.value = pointers[source] + offset
-        if self.call(*self.args):
+        failed = 0
+        for replaced, descriptor, word in self.maps:
+            failed |= replaced(descriptor, word)
+        if failed or self.call(*self.args):
             # nothing was launched: a launcher of the runtime's gives a thread its context, and errors their words
             self.otherwise.again(stream, tensors, pointers)
 
 
 def driven(
-    otherwise: Step, function: int, config: LaunchConfig, where: list[int], values: Any, moved: Moved,
-    places: tuple[tuple[ctypes.c_uint64, int, int], ...] = (),
+    otherwise: Step, function: int, config: LaunchConfig, where: list[int], kept: tuple[Any, ...],
+    places: tuple[tuple[ctypes.c_uint64, int, int], ...] = (), maps: dict[int, int] | None = None,
 ) -> DriverLaunch:  # fmt: skip
-    """A launch of parameters at the addresses ``where``, which are of ``values`` and ``moved``."""
+    """A launch of parameters at the addresses ``where``. maps: of parameters that are descriptors, where the addresses in them are kept."""
     library = driver_library()
     assert library is not None  # or there would be no launch
     args = (ctypes.byref(config), ctypes.c_void_p(function), (ctypes.c_void_p * len(where))(*where), None)
-    return DriverLaunch(otherwise, library.cuLaunchKernelEx, args, (values, moved), places)
+    pairs = ((ctypes.c_void_p(where[at]), ctypes.c_uint64.from_address(word)) for at, word in (maps or {}).items())
+    found = tuple((library.cuTensorMapReplaceAddress, *pair) for pair in pairs)
+    return DriverLaunch(otherwise, library.cuLaunchKernelEx, args, kept, places, found)
 
 
 def watched() -> bool:
@@ -163,7 +170,7 @@ def relaunched(launch: Launch, stream: int, moved: Moved) -> Launch | DriverLaun
             places.append((ctypes.c_uint64.from_address(where[number[at]]), source, offset))
     warps, _, shared = launch.kernel.packed_metadata
     config = LaunchConfig(launch.grid, (32 * warps, 1, 1), shared, stream)
-    return driven(launch, launch.kernel.function, config, where, values, moved, tuple(places))
+    return driven(launch, launch.kernel.function, config, where, (values, moved), tuple(places))
 
 
 def _parameters(launch: Launch) -> list[tuple[int, int]] | None:

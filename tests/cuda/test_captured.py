@@ -67,10 +67,18 @@ class Driver:
         assert graph.value == 5
         return 0
 
+    def cuTensorMapReplaceAddress(self, descriptor, address):
+        """A descriptor here is an address 15 times, and what kind of thing it is."""
+        kind = ctypes.string_at(descriptor.value + 120, 8)
+        ctypes.memmove(descriptor.value, address.value.to_bytes(8, "little") * 15 + kind, 128)
+        return 0
+
     def cuLaunchKernelEx(self, config, function, parameters, extra):
         config = config._obj
         assert ([*config.grid], [*config.block], config.shared, config.stream) == ([3, 1, 1], [128, 1, 1], 512, HERE)
         assert (function.value, len(parameters), extra, parameters[4] % 64) == (FUNCTION, 5, None, 0)
+        if any(described := ctypes.string_at(parameters[4], 120)):
+            assert described == ctypes.string_at(parameters[1], 8) * 15
         if self.refused:
             return self.refused
         out, source, count, factor = (ctypes.string_at(where, size) for where, size in zip(parameters[:4], self.sizes, strict=False))
@@ -171,8 +179,9 @@ SPOILT = {
     "two_kernels": (lambda parameters: [parameters, parameters], 0),
     "none": (lambda parameters: [], 0),
     "an_error": (_raises, 0),
-    # of the room between both launches, whose address stays, it may
-    "a_descriptor_holds_an_address": (lambda parameters: [[*parameters[:4], parameters[1] * 16]], 2),
+    # of the room between both launches, whose address stays, it may hold what it wants
+    "something_else_holds_an_address": (lambda parameters: [[*parameters[:4], parameters[1] * 16]], 2),
+    "a_descriptor_holds_one": (lambda parameters: [[*parameters[:4], parameters[1] * 15 + bytes(8)]], 4),
 }
 
 

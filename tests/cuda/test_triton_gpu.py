@@ -130,9 +130,11 @@ def test_recorded_calls_are_launched_by_the_driver_in_any_thread_and_stream(kern
     subject = Bench(kernel, case, plan.machine, 5, plan.accepted).subject()
     op, inputs, out, side = subject.prepare(), subject.inputs(5), subject.poisoned(5), torch.cuda.Stream()
     wanted = subject.call(op, inputs).clone()
+    assert torch.equal(subject.call(op, inputs), wanted)
     (recorded,) = op.repeats.known.values()
-    assert any(isinstance(step, DriverLaunch) for step in recorded.steps)
-    assert not any(isinstance(step, Launch) for step in recorded.steps)
+    (plan,) = recorded.plans.values()
+    assert any(isinstance(step, DriverLaunch) for step in plan.steps)
+    assert not any(isinstance(step, Launch) for step in plan.steps)
     torch.cuda.synchronize()
     thread = threading.Thread(target=lambda: subject.call(op, inputs, out))
     thread.start()
@@ -145,6 +147,10 @@ def test_recorded_calls_are_launched_by_the_driver_in_any_thread_and_stream(kern
         subject.call(op, inputs, out)
     side.synchronize()
     assert torch.equal(out, wanted)
+    (recorded,) = op.repeats.known.values()
+    for plan in recorded.plans.values():
+        assert any(isinstance(step, DriverLaunch) for step in plan.steps)
+        assert not any(isinstance(step, Launch) for step in plan.steps)
 
 
 def test_seventy_thousand_tokens_pass_32_bit_offsets():
