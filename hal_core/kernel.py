@@ -197,7 +197,8 @@ class Kernel(ABC, Generic[S]):
     name: unique inside its backend. devices: kinds it runs on (``cpu``, ``cuda``, ``xpu``, ``rocm``), or ``("any",)``.
     isa: processor features, all needed. architectures: device architectures, any of them; empty for all.
     numerics: what it does. layout: name of its packed form; kernels that share it can share weights.
-    m_range: least and most rows of one call. error_bound: largest relative L2 error against the fp32 reference.
+    m_range: least and most rows of one call. error_bound: largest relative L2 error against the fp32 reference; of quantized activations
+    more only where this rounding by itself goes further, as for a token whose terms cancel.
     priority: higher wins under ``auto``. provider: a library outside the wheel whose code runs; empty for the wheel's own. Where a
     provider's kernel was made for a problem and refuses it, the selection of a lower one of the same backend says so.
     """

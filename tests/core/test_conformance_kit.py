@@ -331,3 +331,15 @@ def test_a_scale_is_moved_by_more_than_a_transform_may_lose(loss: float) -> None
         after = state._moved(before, loss)
         assert after[0] == before[0]
         assert abs(float(after[1] - before[1])) > loss * abs(value), value
+
+
+def test_what_rounding_alone_does_in_float64_is_allowed_and_not_more() -> None:
+    truth = torch.randn(4, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    rounded = truth.clone()
+    rounded[2] *= 1.5
+    for rows in (slice(2, 3), slice(None), torch.tensor([2, 0])):
+        Ruler(truth, 0.1, lambda: rounded).check(rounded[rows].float(), rows)
+    for wrong, told in ((truth.clone(), lambda: None), (truth + 0.5, lambda: rounded), (rounded.flip(0), lambda: rounded)):
+        wrong[2] = rounded[2]
+        with pytest.raises(CheckFailedError, match="allowed"):
+            Ruler(truth, 0.1, told).check(wrong)

@@ -59,7 +59,7 @@ class Recipe:
         more than the many.
         """
         if self.quant is None:
-            return 1.5e-2 if op == "moe" else 6e-3
+            return 2e-2 if op == "moe" else 6e-3
         if self.quant.dtype == "fp8_e4m3":
             return FP8_EXPERTS_BOUND if op == "moe" else FP8_BOUND
         return INT8_EXPERTS_BOUND if op == "moe" else INT8_BOUND
