@@ -109,7 +109,7 @@ def check_rows(asked: str, x: Any, k: int, dtype: torch.dtype, device: torch.dev
 def check_out(asked: str, out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """``out``, or new memory; raises where it does not fit the result."""
     if out is None:
-        return torch.empty(shape, dtype=dtype, device=device)
+        return torch.empty(*shape, dtype=dtype, device=device)  # sizes one by one are read sooner than a tuple
     if out.shape != shape or out.dtype != dtype or out.device != device or not out.is_contiguous():
         found = f"out is {out.dtype} {list(out.shape)} on {out.device}{'' if out.is_contiguous() else ', not contiguous'}"
         raise ShapeError(f"{asked} output", found, f"give contiguous {dtype} {list(shape)} on {device}")

@@ -349,7 +349,9 @@ def quantize_int8(x: Tensor, gate: Tensor | None = None, epilogue: Epilogue = _N
     codes, scales = room(x.shape, torch.int8, x.device), _scale_room(rows, 1, x.device)[:, 0]
     if rows:
         width = min(4096, max(64, 1 << (k - 1).bit_length()))
-        values = {"x_ptr": x, "q_ptr": codes, "s_ptr": scales, "K": k, "BK": width, **_activation_values(x, gate, epilogue)}
+        values = {
+            "x_ptr": x, "q_ptr": codes, "s_ptr": scales, "K": k, "BK": width, "ONCE": k <= width, **_activation_values(x, gate, epilogue),
+        }  # fmt: skip
         run(quantizers.int8_tokens, (rows,), values, 4, 1)
     return codes, scales
 

@@ -32,15 +32,26 @@ def _values(x_ptr, gate_ptr, at, mask, alpha, limit, KIND: tl.constexpr, GATED: 
 
 
 @triton.jit
+def _codes(x, scale):
+    code = _nearest(tl.div_rn(tl.where(_finite(x), x, 0.0), scale))
+    return tl.minimum(tl.maximum(code, -127.0), 127.0).to(tl.int8)
+
+
+@triton.jit
 def int8_tokens(
-    x_ptr, gate_ptr, q_ptr, s_ptr, K, stride, alpha, limit, KIND: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, BK: tl.constexpr,
+    x_ptr, gate_ptr, q_ptr, s_ptr, K, stride, alpha, limit,
+    KIND: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, BK: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
-    """One program a row: ``q = x / s`` in -127..127 with ``s = max(abs(x)) / 127``; a row with NaN or infinity gets the scale NaN."""
+    """One program a row: ``q = x / s`` in -127..127 with ``s = max(abs(x)) / 127``; a row with NaN or infinity gets the scale NaN.
+
+    ONCE: a row is BK values at most, which are not read or computed again when the scale is known.
+    """
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BK)
     largest = tl.zeros((BK,), tl.float32)
     spoilt = tl.zeros((BK,), tl.int32)
-    for first in range(0, K, BK):
+    x = largest
+    for first in range(0, BK if ONCE else K, BK):
         k = first + lane
         x = _values(x_ptr, gate_ptr, row * stride + k, k < K, alpha, limit, KIND, GATED, LIMIT)
         good = _finite(x)
@@ -50,12 +61,13 @@ def int8_tokens(
     scale = tl.where(top > 0, tl.div_rn(top, 127.0), 1.0)
     bad = tl.max(spoilt, axis=0) > 0
     tl.store(s_ptr + row, tl.where(bad, float("nan"), scale))
-    for first in range(0, K, BK):
-        k = first + lane
-        x = _values(x_ptr, gate_ptr, row * stride + k, k < K, alpha, limit, KIND, GATED, LIMIT)
-        code = _nearest(tl.div_rn(tl.where(_finite(x), x, 0.0), scale))
-        code = tl.minimum(tl.maximum(code, -127.0), 127.0)
-        tl.store(q_ptr + row * K + k, code.to(tl.int8), mask=k < K)
+    if ONCE:
+        tl.store(q_ptr + row * K + lane, _codes(x, scale), mask=lane < K)
+    else:
+        for first in range(0, K, BK):
+            k = first + lane
+            x = _values(x_ptr, gate_ptr, row * stride + k, k < K, alpha, limit, KIND, GATED, LIMIT)
+            tl.store(q_ptr + row * K + k, _codes(x, scale), mask=k < K)
 
 
 @triton.jit

@@ -88,7 +88,7 @@ def test_written_out_weights_are_those_of_the_definition():
         assert torch.equal(wide, weight.dequantize()[4:].to(torch.bfloat16))
 
 
-@pytest.mark.parametrize(("rows", "k"), [(1, 64), (3, 200)])
+@pytest.mark.parametrize(("rows", "k"), [(1, 64), (3, 200), (2, 5000)])
 def test_quantizers_round_to_nearest(rows, k):
     x = torch.randn(rows, k).to(torch.bfloat16)
     codes, scales = launch.quantize_int8(x)
