@@ -131,7 +131,10 @@ def _parameters(library: Any, node: _Node) -> tuple[bytes, ...]:
 
 
 def _allocations(device: int) -> int:
-    return int(torch.cuda.memory_stats(device)["allocation.all.allocated"])
+    try:
+        return int(torch.cuda.memory_stats(device)["allocation.all.allocated"])
+    except (RuntimeError, KeyError) as error:  # an allocator that does not count
+        raise _RefusedError from error
 
 
 def captured(step: Any, given: Sequence[Tensor | None], stream: int, device: int, moved: Moved) -> DriverLaunch | None:
@@ -151,15 +154,14 @@ def captured(step: Any, given: Sequence[Tensor | None], stream: int, device: int
         others[source] = two = torch.empty_like(one)
         offset = 0 if view is None else view[2] * one.itemsize
         addresses[one.data_ptr() + offset, two.data_ptr() + offset] = source, offset
-    before = _allocations(device)
     try:
-        side = _stream(device)
+        before, side = _allocations(device), _stream(device)
         calls = [functools.partial(step.again, side.cuda_stream, tensors, []) for tensors in (given, others)]
         kernel, other = (_captured(library, side, call) for call in calls)
         places = _places(library, kernel, other, addresses)
+        if before != _allocations(device):
+            raise _RefusedError("memory that is given to others afterwards")
     except _RefusedError:
-        return None
-    if before != _allocations(device):  # memory that is given to others afterwards
         return None
     return _relaunched(step, kernel, places, stream, moved)
 
