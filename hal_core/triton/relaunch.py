@@ -1,4 +1,4 @@
-"""A recorded launch of a compiled kernel, again: by Triton's launcher, or on CUDA by the driver's own call, which costs less than half.
+"""A recorded launch of a compiled kernel, again: by Triton's launcher, or on CUDA by the driver's own call, which costs a quarter less.
 
 The driver copies a kernel's parameters from where pointers say. They are kept there, and before a launch only those that moved are
 written. What is launched so is a plain grid of blocks, with the parameters that Triton's launcher gives; everything else stays with it.
