@@ -19,9 +19,9 @@ import time
 from pathlib import Path
 from unittest import mock
 
-import cuda_providers as providers
 import torch
-from cuda_providers import BY_NAME, DEVICE, Cache, Sorted, big_weight, routings, serve_only
+from cuda_attention import Cache
+from cuda_providers import BY_NAME, DEVICE, Sorted, big_weight, routings, runtime, serve_only
 from hal_backend_cuda.kernels import KERNELS
 
 from hal_core.canonical import QuantizedTensor
@@ -88,7 +88,7 @@ def humming_linear(profile: bool) -> None:
         op = kernel.prepare(spec, LinearWeights(big_weight(scheme, (4096, 4096), rng)))
         for m in ROWS:
             x, out = torch.randn(m, 4096, device=DEVICE).bfloat16(), torch.empty(m, 4096, dtype=torch.bfloat16, device=DEVICE)
-            codes, scales = providers.runtime.quantize_rows(op.recipe, x)
+            codes, scales = runtime.quantize_rows(op.recipe, x)
             own = functools.partial(op.matrix.launch, codes, scales, out)
             compared(kernel.name, m, functools.partial(op.apply, x, out=out), own, profile)
 

@@ -56,6 +56,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("no CUDA device: nothing to measure")
+        return
     (ours, grouped), cache, results = ops(), TunerCache(options.cache), []
 
     def measure(rows, tuned):
