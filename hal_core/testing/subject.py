@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hal_core.dtypes import torch_dtype
-from hal_core.testing.measure import USUAL, RoundedRuler, Ruler, allowed, allowed_rounded, quantized
+from hal_core.testing.measure import USUAL, RoundedRuler, Ruler, allowed, allowed_rounded, quantized, usual
 from hal_core.testing.rounding import rounding_of
 
 if TYPE_CHECKING:
@@ -104,7 +104,8 @@ class Subject(ABC):
 
     def ruler(self, inputs: Inputs, weights: Any = None) -> Ruler:
         """Measures results for ``inputs``."""
-        return Ruler(self.truth(inputs, weights), self.bound, lambda: self.rounded_truth(inputs) if weights is None else None)
+        middle = usual(self.kernel, self.spec)
+        return Ruler(self.truth(inputs, weights), self.bound, middle, lambda: self.rounded_truth(inputs) if weights is None else None)
 
     def rounded_truth(self, inputs: Inputs) -> Tensor | None:
         """float64 result of activations quantized as the kernel declares; None where it quantizes none, or in a way not known here."""

@@ -338,8 +338,17 @@ def test_what_rounding_alone_does_in_float64_is_allowed_and_not_more() -> None:
     rounded = truth.clone()
     rounded[2] *= 1.5
     for rows in (slice(2, 3), slice(None), torch.tensor([2, 0])):
-        Ruler(truth, 0.1, lambda: rounded).check(rounded[rows].float(), rows)
-    for wrong, told in ((truth.clone(), lambda: None), (truth + 0.5, lambda: rounded), (rounded.flip(0), lambda: rounded)):
-        wrong[2] = rounded[2]
+        Ruler(truth, 0.1, rounded=lambda: rounded).check(rounded[rows].float(), rows)
+    opposite = truth - (rounded - truth)
+    for wrong, told in ((rounded, lambda: None), (opposite, lambda: rounded), (rounded + 0.5, lambda: rounded)):
         with pytest.raises(CheckFailedError, match="allowed"):
-            Ruler(truth, 0.1, told).check(wrong)
+            Ruler(truth, 0.1, rounded=told).check(wrong)
+
+
+def test_one_row_may_be_off_by_more_than_most_rows() -> None:
+    truth = torch.randn(20, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    one, all_rows = truth.clone(), truth * 1.015
+    one[3] *= 1.05
+    Ruler(truth, 0.02, 0.01).check(one)
+    with pytest.raises(CheckFailedError, match="half of 20 rows"):
+        Ruler(truth, 0.02, 0.01).check(all_rows)

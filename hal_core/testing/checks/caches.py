@@ -74,6 +74,8 @@ def accuracy(bench: Bench) -> Verdict:
         if index < 2:
             alone = subject.attend_only(op, pages, tails, call)
             largest = max(largest, subject.check(call, (alone, found[1]), stored, f"{what}, without logarithms"))
+            apart = replace(call, q=call.q.transpose(0, 1).contiguous().transpose(0, 1))
+            largest = max(largest, subject.check(call, subject.attend(op, pages, tails, apart), stored, f"{what}, heads before tokens"))
     return Verdict(largest, subject.bound)
 
 
