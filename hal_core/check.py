@@ -28,7 +28,8 @@ def device_flag(device: torch.device) -> Tensor:
         device = torch.device("cuda", torch.cuda.current_device())
     flag = _flags.get(device)
     if flag is None:
-        flag = _flags[device] = torch.zeros(2, dtype=torch.int64, device=device)
+        # two threads may come here at once, and kernels of both write to the one that is kept
+        flag = _flags.setdefault(device, torch.zeros(2, dtype=torch.int64, device=device))
     return flag
 
 

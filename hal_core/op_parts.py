@@ -75,19 +75,23 @@ class MatrixView:
 class FixedBuffers(nn.Module):
     """Base of modules with packed buffers, bound to the device that they were prepared on.
 
-    ``model.to(dtype)`` casts floating buffers, and kernels read these by their own dtypes.
+    ``model.to(dtype)`` casts floating buffers, and kernels read these by their own dtypes: they stay as they are.
+
+    Raises:
+        ShapeError: they were to move to another device; they did not.
     """
 
     def _apply(self, fn: Any, recurse: bool = True) -> FixedBuffers:
         kept: dict[str, Tensor] = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        moved = {(before.device, after.device) for name, before in kept.items() if (after := self._buffers[name]) is not None}
         for name, before in kept.items():
             after = self._buffers[name]
-            if after is None or after.dtype == before.dtype:
-                continue
-            self._buffers[name] = before
-            if after.device != before.device:
-                raise ShapeError(f"{type(self).__name__} prepared on {before.device}", f"moved to {after.device}", "prepare it there")
+            if after is not None and (after.dtype, after.device) != (before.dtype, before.device):
+                self._buffers[name] = before
+        for here, there in moved:
+            if here != there:
+                raise ShapeError(f"{type(self).__name__} prepared on {here}", f"moved to {there}", "prepare it there")
         return self
 
 
@@ -134,6 +138,8 @@ def check_grouped(asked: str, spec: MoESpec, x: Any, routing: Any, expert_map: T
         found = f"{type(x).__name__} with {type(routing).__name__}"
         raise ShapeError(asked, found, "give rows [R, H] and Grouped(num_tokens_per_expert), as the spec's routing says")
     counts = routing.num_tokens_per_expert
+    if not isinstance(counts, torch.Tensor):
+        raise ShapeError(f"{asked} routing", f"num_tokens_per_expert is a {type(counts).__name__}", "give a tensor")
     if counts.dtype not in _INTEGERS or counts.device != x.device or tuple(counts.shape) != (spec.local,):
         found = f"num_tokens_per_expert {counts.dtype} {list(counts.shape)} on {counts.device}"
         raise ShapeError(f"{asked} routing", found, f"give int32 [{spec.local}] on {x.device}")
@@ -151,6 +157,9 @@ def check_routing_form(asked: str, spec: MoESpec, x: Any, routing: Any, expert_m
         found = f"{type(x).__name__} with {type(routing).__name__}"
         raise ShapeError(asked, found, "give a tensor and Routed(topk_ids, topk_weights)")
     ids, weights, device, shape = routing.topk_ids, routing.topk_weights, x.device, x.shape
+    for name, given in vars(routing).items():
+        if not isinstance(given, torch.Tensor):
+            raise ShapeError(f"{asked} routing", f"{name} is a {type(given).__name__}", "give a tensor")
     if len(shape) != 2 or not ids.shape == weights.shape == (shape[0], spec.top_k):
         found = f"x {list(shape)}, topk_ids {list(ids.shape)}, topk_weights {list(weights.shape)}"
         raise ShapeError(f"{asked} input", found, f"give x [T, {spec.hidden}], ids and weights [T, {spec.top_k}]")

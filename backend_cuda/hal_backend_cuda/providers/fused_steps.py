@@ -58,6 +58,10 @@ class TritonSteps:
         found.scratch = {experts: torch.zeros_like(scratch) for experts, scratch in self.scratch.items()}
         return found
 
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self.flag = device_flag(self.device)  # what was pickled is a copy that nobody looks at
+
     def _made(self, experts: int) -> Tensor:
         from hal_core.triton.launch import sort_scratch
 

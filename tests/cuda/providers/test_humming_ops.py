@@ -198,6 +198,7 @@ def test_rows_in_groups(name, text, changes):
     [
         (Routed(torch.zeros(4, 2).int(), torch.ones(4, 2)), "with Routed", {}),
         (Grouped(torch.ones(6)), "num_tokens_per_expert torch.float32", {}),
+        (Grouped([1] * 6), "num_tokens_per_expert is a list", {}),
         (Grouped(torch.ones(5).int()), r"\[5\]", {}),
         (Grouped(torch.ones(6).int()), "expert_map", {"expert_map": torch.arange(6).int()}),
     ],
@@ -256,6 +257,14 @@ def test_an_update_that_does_not_fit_changes_nothing():
     assert all(torch.equal(a, b) for a, b in zip(op.buffers(), before, strict=True))
 
 
+def test_a_move_of_the_model_to_another_device_is_refused_and_moves_nothing():
+    spec, weights = linear_case("int4:g128")
+    op = HummingLinear(spec, weights, BY_NAME["w4a16"])
+    with pytest.raises(ShapeError, match="prepared on cpu: moved to meta"):
+        torch.nn.Sequential(op).to("meta")
+    assert {buffer.device.type for buffer in op.buffers()} == {"cpu"}
+
+
 def test_a_cast_of_the_model_leaves_packed_weights():
     spec, weights = linear_case("int4:g128")
     op = HummingLinear(spec, weights, BY_NAME["w4a16"])
@@ -276,6 +285,7 @@ def test_a_cast_of_the_model_leaves_packed_weights():
         (lambda x, r: (x, Routed(r.topk_ids[:, :1], r.topk_weights)), r"topk_ids \[4, 1\]"),
         (lambda x, r: (x.requires_grad_(), r), "no backward"),
         (lambda x, r: ("x", r), "str with Routed"),
+        (lambda x, r: (x, Routed(r.topk_ids.tolist(), r.topk_weights)), "topk_ids is a list"),
     ],
 )
 def test_what_is_given_wrongly_is_refused(change, told):

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from hal_backend_cuda.providers.fused_steps import TritonSteps
 from hal_backend_cuda.providers.steps import Route, TorchSteps
 from step_cases import check_activation, check_reduce, check_sort, random_route
+
+from hal_core.check import device_flag
 
 HERE = Path(__file__).resolve().parent
 
@@ -34,6 +38,11 @@ def test_activation(kind, limit):
 @pytest.mark.parametrize("summed", [False, True])
 def test_reduce(seed, summed):
     check_reduce(TorchSteps(), random_route(seed, mapped=seed % 2 == 1), summed=summed)
+
+
+def test_unpickled_steps_write_to_the_flag_of_their_device():
+    steps = pickle.loads(pickle.dumps(TritonSteps(torch.device("cpu"), 4)))
+    assert steps.flag is device_flag(torch.device("cpu"))
 
 
 def test_ids_out_of_range_are_skipped():
