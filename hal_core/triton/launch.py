@@ -182,7 +182,7 @@ def group_bounds(counts: Tensor, y: Tensor, flag: Tensor) -> Tensor:
         "counts_ptr": counts, "bounds_ptr": bounds, "flag_ptr": flag, "y_ptr": y, "rows": rows, "experts": experts, "H": h,
         "E": _lanes(experts), "BR": _CLEARED, "BH": 256,
     }  # fmt: skip
-    run(routing.group_bounds, (-(-rows // _CLEARED),), values, 4, 1)
+    run(routing.group_bounds, (max(1, -(-rows // _CLEARED)),), values, 4, 1)
     return bounds
 
 

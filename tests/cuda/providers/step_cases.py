@@ -48,8 +48,9 @@ def check_sort(steps, route, block):
 
 def check_bounds(steps):
     sound, wrong = ([3, 0, 5, 0], [0, 0, 0, 0]), {"-2 rows of expert 1": [3, -2, 1, 4], "2147483647 rows of expert 1": [8, 2**40, 0, 1]}
-    for counts, told in [*((each, "") for each in sound), *((each, told) for told, each in wrong.items())]:
-        sizes, rows = torch.tensor(counts), 21
+    none = ("1 rows of expert 2", [0, 0, 1, 0], 0)
+    for told, counts, rows in [*(("", each, 21) for each in sound), *((*each, 21) for each in wrong.items()), none]:
+        sizes = torch.tensor(counts)
         found, wanted = (torch.full((rows, 300), float("nan")) for _ in range(2))
         assert torch.equal(steps.bounds(sizes, found), TorchSteps().bounds(sizes, wanted))
         assert torch.equal(found.isnan(), wanted.isnan())

@@ -218,6 +218,8 @@ class HummingGroups(_HummingBlock):
         y = check_out(asked, out, tuple(rows.shape), self.dtype, x.device)
         if rows.shape[0]:
             self.run(rows, counts, y)
+        else:
+            self.steps.bounds(counts, y)  # tells of sizes that are not zero
         return y
 
     def run(self, rows: Tensor, counts: Tensor, y: Tensor) -> None:
