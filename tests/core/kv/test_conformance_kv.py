@@ -121,6 +121,10 @@ def scaled_alone(self, *arguments, **more):
     return ReferenceKVOp.attend(self, *arguments, **more)[0].mul_(1.02)
 
 
+def rows_in_memory(self, q, *arguments, **more):
+    return ReferenceKVOp.attend(self, q.as_strided(q.shape, torch.empty(q.shape, device="meta").stride()), *arguments, **more)
+
+
 def drifting(self, *arguments, **more):
     out, lse = ReferenceKVOp.attend(self, *arguments, **more)
     self.calls = getattr(self, "calls", 0) + 1
@@ -164,9 +168,10 @@ def swallowing(self, pages, k, v, *rest):
     [
         ({"attend": binary_lse}, "accuracy"), ({"attend": scaled}, "accuracy"), ({"attend": drifting}, "determinism"),
         ({"update": own_rotation}, "accuracy"), ({"append": spilling}, "memory"), ({"append": hasty}, "errors"),
-        ({"attend": rude}, "errors"), ({"attend_only": scaled_alone}, "accuracy"),
+        ({"attend": rude}, "errors"), ({"attend_only": scaled_alone}, "accuracy"), ({"attend": rows_in_memory}, "accuracy"),
     ],
-    ids=["binary logarithm", "scaled", "drifting", "another rotation", "spilling", "hasty", "rude", "scaled without logarithms"],
+    ids=["binary logarithm", "scaled", "drifting", "another rotation", "spilling", "hasty", "rude", "scaled without logarithms",
+         "blind to strides"],
 )  # fmt: skip
 def test_faults_are_told(machine, methods, check):
     assert (check, "") in failures(changed(**methods), machine, check)

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from hal_backend_cuda.providers.flashinfer import attend_op
-from hal_backend_cuda.providers.flashinfer.attention import FlashInferKV
+from hal_backend_cuda.providers.flashinfer.attention import FlashInferKV, FlashInferKVOp
 from hal_backend_cuda.providers.flashinfer.plans import CALLS, Batch, Plan
 
 from hal_core.calls import Call, bind, find
@@ -230,10 +230,33 @@ def test_a_plan_knows_that_its_batch_was_written_to(monkeypatch):
     assert op._planned(pages, *batch, None, True) is plan
 
 
+def test_results_are_written_to_contiguous_memory_whatever_the_queries_strides():
+    """FlashInfer's kernels write rows one after another, and do not look at the result's strides."""
+    apart = torch.randn(8, 6, 64).bfloat16().transpose(0, 1)
+    assert FlashInferKVOp._room(apart, None).is_contiguous()
+    room = torch.empty(6, 8, 64, dtype=torch.bfloat16)
+    assert FlashInferKVOp._room(apart, room) is room
+    beyond = torch.empty(6 * 8 * 64 + 1, dtype=torch.bfloat16)[1:].view(6, 8, 64)
+    for wrong, told in ((torch.empty_like(apart), "not contiguous"), (room[:5], "give contiguous"), (beyond, "multiple of 16 bytes")):
+        with pytest.raises(ShapeError, match=told):
+            FlashInferKVOp._room(apart, wrong)
+
+
+def test_queries_that_flashinfer_cannot_read_as_they_lie_are_copied():
+    fused, memory = torch.randn(6, 12, 64).bfloat16(), torch.randn(6 * 8 * 65 + 1).bfloat16()
+    for q in (fused, fused[:, :8], fused[:, 4:].transpose(0, 1)):
+        assert FlashInferKVOp._readable(q) is q, "any strides of tokens and heads"
+    for q in (memory[: 6 * 8 * 65].view(6, 8, 65)[..., :64], memory[1 : 6 * 8 * 64 + 1].view(6, 8, 64), fused.transpose(1, 2)):
+        found = FlashInferKVOp._readable(q)
+        assert torch.equal(found, q)
+        assert found.is_contiguous()
+        assert found.data_ptr() != q.data_ptr()
+
+
 @pytest.mark.parametrize("logs", [True, False])
 def test_attention_is_one_op_of_a_compiled_graph(monkeypatch, logs):
     op = FlashInferKV().prepare(spec(), KVParams())
-    pages, q = torch.zeros(2, op.page_bytes, dtype=torch.uint8), torch.randn(1, 8, 64).bfloat16()
+    pages, q = torch.zeros(2, op.page_bytes, dtype=torch.uint8), torch.randn(8, 3, 64).bfloat16().transpose(0, 1)
     attend = op.attend if logs else op.attend_only
     graph = torch.compile(lambda q, *batch: attend(q, pages, *batch, scale=3.0), fullgraph=True, backend="aot_eager")
 
@@ -241,7 +264,7 @@ def test_attention_is_one_op_of_a_compiled_graph(monkeypatch, logs):
         def attend_now(self, q, pages, table, lengths, starts, scale, causal, logs, out):
             assert causal
             assert out is None
-            return q * scale, q.new_ones(q.shape[:2], dtype=torch.float32) if logs else None
+            return q.contiguous() * scale, q.new_ones(q.shape[:2], dtype=torch.float32) if logs else None
 
     other = Other()  # in the op's place once the graph runs: attention itself needs a GPU
     monkeypatch.setitem(attend_op._NUMBERED, op.number, other)

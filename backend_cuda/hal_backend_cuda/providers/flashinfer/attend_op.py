@@ -43,7 +43,7 @@ _ATTEND = torch.library.custom_op(
 
 @_ATTEND.register_fake
 def _attend_fake(number, q, pages, block_table, lengths, query_starts, scale, causal, logs):
-    return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32) if logs else _no_logs(q)
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32) if logs else _no_logs(q)
 
 
 #: ``(number, q, pages, block_table, lengths, query_starts, scale, causal, logs)`` to the result and, where ``logs`` says so, its

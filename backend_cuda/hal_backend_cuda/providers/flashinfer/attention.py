@@ -21,6 +21,7 @@ from hal_core.errors import HalError, ShapeError
 from hal_core.kernel import KVEpilogue, KVKernel, KVSchemeSet
 from hal_core.kv.op import KVOp, KVParams
 from hal_core.numerics import Numerics
+from hal_core.op_parts import check_out
 from hal_core.packages import package_refusals
 from hal_core.refusal import Refusal
 
@@ -37,6 +38,8 @@ _ELEMENTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_
 #: Architectures without conversions to e4m3.
 _NO_E4M3 = {"sm_80", "sm_86"}
 _LN2 = math.log(2.0)
+#: Bytes that FlashInfer's kernels read and write at once.
+_STEP = 16
 
 
 def _scale(value: Tensor | None, name: str) -> float:
@@ -281,7 +284,7 @@ class FlashInferKVOp(KVOp):
         out: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """``attend`` outside a compiled graph; logs: whether logarithms are wanted."""
-        cache, result = self._checked(q, pages), self._room(q, out)
+        cache, result, q = self._checked(q, pages), self._room(q, out), self._readable(q)
         if not q.shape[0]:
             return result, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if logs else None
         plan = self._planned(pages, block_table, lengths, query_starts, scale, causal)
@@ -300,11 +303,18 @@ class FlashInferKVOp(KVOp):
 
     @staticmethod
     def _room(q: Tensor, out: Tensor | None) -> Tensor:
-        if out is None:
-            return torch.empty_like(q)
-        if out.shape != q.shape or out.dtype != q.dtype or out.device != q.device:
-            raise ShapeError("out", f"{out.dtype} {list(out.shape)} on {out.device}", f"give {q.dtype} {list(q.shape)} on {q.device}")
-        return out
+        found = check_out("attend", out, q.shape, q.dtype, q.device)
+        if out is not None and not torch.compiler.is_compiling() and out.data_ptr() % _STEP:
+            raise ShapeError("attend output", f"begins at {out.data_ptr():#x}", f"give one that begins at a multiple of {_STEP} bytes")
+        return found
+
+    @staticmethod
+    def _readable(q: Tensor) -> Tensor:
+        """``q`` where FlashInfer can read it: it takes any strides of tokens and heads, but 16 bytes at once."""
+        tokens, heads, elements = q.stride()
+        if elements == 1 and not (tokens * q.itemsize % _STEP or heads * q.itemsize % _STEP or q.data_ptr() % _STEP):
+            return q
+        return q.clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def _fits(plan: Plan, q: Tensor) -> None:
