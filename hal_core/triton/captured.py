@@ -34,6 +34,8 @@ _COOPERATIVE, _CLUSTER = 2, 4
 _NO_SUCH = 1
 #: More parameters than kernels have.
 _MOST = 256
+#: Bytes of a call's tensors up to which others like them are made: a launch of more takes longer than the call around it.
+_COPIED = 1 << 25
 #: Bytes of a tensor's descriptor, and what its address is a multiple of.
 _DESCRIPTOR, _ALIGNED = 128, 64
 
@@ -78,20 +80,18 @@ def _stream(device: int) -> Any:
 
 
 def _captured(library: Any, stream: Any, call: Callable[[], object]) -> _Kernel:
-    handle, graph, refused = ctypes.c_void_p(stream.cuda_stream), ctypes.c_void_p(), None
+    handle, graph = ctypes.c_void_p(stream.cuda_stream), ctypes.c_void_p()
     _checked(library.cuStreamBeginCapture_v2(handle, _THREAD_LOCAL))
     try:
-        with torch.cuda.stream(stream):
-            call()
-    except RuntimeError as error:
-        refused = error  # what the call does cannot be captured
-    finally:
-        code = library.cuStreamEndCapture(handle, ctypes.byref(graph))
-    try:
-        if refused is not None:
-            raise _RefusedError from refused
+        try:
+            with torch.cuda.stream(stream):
+                call()
+        finally:
+            code = library.cuStreamEndCapture(handle, ctypes.byref(graph))
         _checked(code)
         return _only_kernel(library, graph)
+    except RuntimeError as error:  # what the call does cannot be captured
+        raise _RefusedError from error
     finally:
         if graph.value:
             library.cuGraphDestroy(graph)
@@ -147,21 +147,23 @@ def captured(step: Any, given: Sequence[Tensor | None], stream: int, device: int
         return None
     if any(source >= len(given) for _, source, _ in step.places):  # what another step will make
         return None
-    others, addresses = [*given], {}
-    for _, source, view in step.places:
-        one = given[source]
-        assert one is not None  # it had an address
-        others[source] = two = torch.empty_like(one)
-        offset = 0 if view is None else view[2] * one.itemsize
-        addresses[one.data_ptr() + offset, two.data_ptr() + offset] = source, offset
+    moving: dict[int, Any] = {source: given[source] for _, source, _ in step.places}
+    if sum(one.nbytes for one in moving.values()) > _COPIED:
+        return None
     try:
+        copies = {source: torch.empty_like(one) for source, one in moving.items()}
+        others, addresses = [copies.get(source, one) for source, one in enumerate(given)], {}
+        for _, source, view in step.places:
+            one, two = moving[source], copies[source]
+            offset = 0 if view is None else view[2] * one.itemsize
+            addresses[one.data_ptr() + offset, two.data_ptr() + offset] = source, offset
         before, side = _allocations(device), _stream(device)
         calls = [functools.partial(step.again, side.cuda_stream, tensors, []) for tensors in (given, others)]
         kernel, other = (_captured(library, side, call) for call in calls)
         places = _places(library, kernel, other, addresses)
         if before != _allocations(device):
             raise _RefusedError("memory that is given to others afterwards")
-    except _RefusedError:
+    except (_RefusedError, torch.OutOfMemoryError):
         return None
     return _relaunched(step, kernel, places, stream, moved)
 

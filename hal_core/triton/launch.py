@@ -33,7 +33,13 @@ _CLEARED = 16
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], values: dict[str, Any], warps: int, stages: int) -> None:
-    launched(kernel, grid, values, kernel[grid](**values, num_warps=warps, num_stages=stages))
+    first = next(value for value in values.values() if isinstance(value, torch.Tensor))
+    # graphs that torch.compile makes see to it themselves
+    if torch.compiler.is_compiling() or not first.is_cuda or first.get_device() == torch.cuda.current_device():
+        launched(kernel, grid, values, kernel[grid](**values, num_warps=warps, num_stages=stages))
+        return
+    with torch.cuda.device_of(first):  # type: ignore[no-untyped-call]  # Triton launches on the current one
+        launched(kernel, grid, values, kernel[grid](**values, num_warps=warps, num_stages=stages))
 
 
 #: Replaced by tests that only compile.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["WORD", "DriverLaunch", "Launch", "LaunchConfig", "Moved", "Step", "driven", "driver_library", "relaunched", "watched"]
+__all__ = ["WORD", "Call", "DriverLaunch", "Launch", "LaunchConfig", "Moved", "Step", "driven", "driver_library", "relaunched", "watched"]
 
 #: Bytes of a parameter: of the widest.
 WORD = 8
@@ -59,6 +59,49 @@ class Launch:
             else:
                 places.append((at, source, offset))
         return replace(self, args=tuple(args), places=tuple(places))
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """By the function that was called.
+
+    places: (argument, which tensor of the call; shape, strides and offset in elements where it is a view of that).
+    kernel: all that it does is the launch of one.
+    """
+
+    function: Any
+    args: tuple[Any, ...]
+    named: dict[str, Any]
+    places: tuple[tuple[int | str, int, tuple[Any, ...] | None], ...]
+    makes: bool
+    kernel: bool
+
+    def again(self, stream: int, tensors: Any, pointers: list[int]) -> None:
+        args, named = [*self.args], {**self.named}
+        for at, source, view in self.places:
+            target: Any = args if type(at) is int else named
+            target[at] = tensors[source] if view is None else _viewed(tensors[source], view)
+        result = self.function(*args, **named)
+        if self.makes:
+            tensors.append(result)
+            pointers.append(result.data_ptr())
+
+    def bound(self, first: int, rooms: list[Tensor]) -> Call:
+        """With the tensors from number ``first`` on in their places."""
+        args, named, places = [*self.args], {**self.named}, []
+        for at, source, view in self.places:
+            if first <= source < first + len(rooms):
+                target: Any = args if type(at) is int else named
+                target[at] = rooms[source - first] if view is None else _viewed(rooms[source - first], view)
+            else:
+                places.append((at, source, view))
+        return replace(self, args=tuple(args), named=named, places=tuple(places))
+
+
+def _viewed(tensor: Tensor | None, view: tuple[Any, ...]) -> Tensor:
+    assert tensor is not None  # it had an address
+    shape, strides, offset = view
+    return tensor.as_strided(shape, strides, tensor.storage_offset() + offset)
 
 
 class LaunchConfig(ctypes.Structure):

@@ -8,30 +8,31 @@ them: numbers as they were, and pointers, of which those into the op's inputs an
 from __future__ import annotations
 
 import itertools
+import operator
 import threading
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from triton.runtime import driver
 
 from hal_core.triton.captured import captured
-from hal_core.triton.relaunch import Launch, Moved, relaunched, watched
+from hal_core.triton.relaunch import Call, Launch, Moved, relaunched, watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from hal_core.triton.relaunch import Step
 
-__all__ = ["Repeats", "called", "kernel_called", "launched", "made", "room"]
+__all__ = ["Repeats", "buffers_of", "called", "launched", "made", "room"]
 
 #: Bytes between the steps of a call up to which it takes them from the memory that its stream's calls share, which saves asking for them.
 _SHARED = 1 << 25
 #: Bytes that rooms in it begin at multiples of.
 _APART = 256
-#: Recorded calls of an op; the oldest goes.
+#: Recorded calls of an op; the oldest goes that was not used since it was the oldest.
 _MOST = 64
 #: What pointers are multiples of, or a kernel is compiled anew.
 _ALIGNED = 16
@@ -68,11 +69,14 @@ class _Local(threading.local):
 
 
 _local = _Local()
+#: In place of a recorder within what is a step already: what that repeats is called, and nothing is told.
+_QUIET = _Recorder()
 
 
 def _recorder() -> _Recorder | None:
     # while torch.compile looks at a call, nothing is launched
-    return None if torch.compiler.is_compiling() else _local.recorder
+    found = None if torch.compiler.is_compiling() else _local.recorder
+    return None if found is _QUIET else found
 
 
 def room(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -96,75 +100,34 @@ def launched(kernel: Any, grid: tuple[int, ...], values: dict[str, Any], compile
     recorder.events.append(_Event(compiled, tuple(values[name] for name in kernel.arg_names), (*grid, 1, 1)[:3]))
 
 
-def called(function: Callable[..., Any], *args: Any, **named: Any) -> None:
-    """Call what writes into tensors that it is given, as a step of an op."""
-    function(*args, **named)
-    recorder = _recorder()
-    if recorder is not None:
-        recorder.events.append(_Event(function, args, named=tuple(named.items())))
+def called(function: Callable[..., Any], *args: Any, kernel: bool = False, **named: Any) -> None:
+    """Call what writes into tensors that it is given, as a step of an op.
 
-
-def kernel_called(function: Callable[..., Any], *args: Any) -> None:
-    """The same, of what launches a kernel and does nothing else: repetitions may launch that."""
-    function(*args)
-    recorder = _recorder()
-    if recorder is not None:
-        recorder.events.append(_Event(function, args, kernel=True))
+    kernel: it launches a kernel and does nothing else, so that repetitions may launch that.
+    """
+    _step(function, args, named, kernel=kernel)
 
 
 def made(function: Callable[..., Tensor], *args: Any, **named: Any) -> Tensor:
     """Call what gives a new tensor, as a step of an op."""
-    result = function(*args, **named)
-    recorder = _recorder()
-    if recorder is not None:
-        recorder.events.append(_Event(function, args, named=tuple(named.items()), result=result))
+    result: Tensor = _step(function, args, named, makes=True)
     return result
 
 
-@dataclass(frozen=True, eq=False)
-class _Call:
-    """places: (argument, which tensor of the call; shape, strides and offset in elements where it is a view of that).
-
-    kernel: all that it does is the launch of one.
-    """
-
-    function: Any
-    args: tuple[Any, ...]
-    named: dict[str, Any]
-    places: tuple[tuple[int | str, int, tuple[Any, ...] | None], ...]
-    makes: bool
-    kernel: bool
-
-    def again(self, stream: int, tensors: Any, pointers: list[int]) -> None:
-        args, named = [*self.args], {**self.named}
-        for at, source, view in self.places:
-            target: Any = args if type(at) is int else named
-            target[at] = tensors[source] if view is None else _viewed(tensors[source], view)
-        result = self.function(*args, **named)
-        if self.makes:
-            tensors.append(result)
-            pointers.append(result.data_ptr())
-
-    def bound(self, first: int, rooms: list[Tensor]) -> _Call:
-        """With the tensors from number ``first`` on in their places."""
-        args, named, places = [*self.args], {**self.named}, []
-        for at, source, view in self.places:
-            if first <= source < first + len(rooms):
-                target: Any = args if type(at) is int else named
-                target[at] = rooms[source - first] if view is None else _viewed(rooms[source - first], view)
-            else:
-                places.append((at, source, view))
-        return replace(self, args=tuple(args), named=named, places=tuple(places))
+def _step(function: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any], makes: bool = False, kernel: bool = False) -> Any:
+    recorder = _recorder()
+    if recorder is None:
+        return function(*args, **named)
+    _local.recorder = _QUIET
+    try:
+        result = function(*args, **named)
+    finally:
+        _local.recorder = recorder
+    recorder.events.append(_Event(function, args, named=tuple(named.items()), result=result if makes else None, kernel=kernel))
+    return result
 
 
-_Step = Launch | _Call
-
-
-def _viewed(tensor: Tensor | None, view: tuple[Any, ...]) -> Tensor:
-    assert tensor is not None  # it had an address
-    shape, strides, offset = view
-    return tensor.as_strided(shape, strides, tensor.storage_offset() + offset)
-
+_Step = Launch | Call
 
 #: Memory of the calls on a stream, which follow one another; by device and the stream's handle.
 _shared: dict[tuple[int, int], Tensor] = {}
@@ -195,12 +158,12 @@ class _Plan:
     rooms: tuple[Tensor, ...]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Recorded:
     """steps of a call. rooms: shape, dtype, first byte and bytes of memory between them; size: bytes of all.
 
     inputs: number of tensors before the rooms. constants: tensors whose addresses launches hold. plans: by stream, and whether a graph
-    captures it.
+    captures it. used: since it was last the oldest.
     """
 
     steps: tuple[_Step, ...]
@@ -211,6 +174,7 @@ class _Recorded:
     device: int
     makes: bool
     plans: dict[tuple[int, bool], _Plan] = field(default_factory=dict)
+    used: bool = False
 
     @property
     def shares(self) -> bool:
@@ -228,15 +192,19 @@ class _Recorded:
             given = [*given, *rooms]
             pointers += [room.data_ptr() for room in rooms]
         with _turn:
-            plan = self.plans.get((stream, capturing))
-            if plan is None or plan.memory is not (None if alone else _shared.get((self.device, stream))):
-                plan = self.plans[stream, capturing] = self._planned(stream, capturing, given)
-            if self.makes and not alone:  # what is made counts from after the rooms
-                given = [*given, *plan.rooms]
-                pointers += [0] * len(plan.rooms)
-            plan.moved.write(pointers)
-            for step in plan.steps:
-                step.again(stream, given, pointers)
+            _local.recorder = _QUIET  # a step that repeats an op would wait for this turn's end
+            try:
+                plan = self.plans.get((stream, capturing))
+                if plan is None or plan.memory is not (None if alone else _shared.get((self.device, stream))):
+                    plan = self.plans[stream, capturing] = self._planned(stream, capturing, given)
+                if self.makes and not alone:  # what is made counts from after the rooms
+                    given = [*given, *plan.rooms]
+                    pointers += [0] * len(plan.rooms)
+                plan.moved.write(pointers)
+                for step in plan.steps:
+                    step.again(stream, given, pointers)
+            finally:
+                _local.recorder = None
 
     def _planned(self, stream: int, capturing: bool, given: Sequence[Tensor | None]) -> _Plan:
         if len(self.plans) >= _MOST:
@@ -261,11 +229,12 @@ class _Recorded:
 
 
 class Repeats:
-    """The recorded calls of one op. Threads may share it, as the op."""
+    """The recorded calls of one op. Threads may share it, as the op. owned: the op's tensors."""
 
-    def __init__(self) -> None:
+    def __init__(self, owned: list[Tensor | None] | None = None) -> None:
         self.known: dict[Hashable, _Recorded] = {}
         self.lock = threading.Lock()
+        self.owned = owned
 
     def __deepcopy__(self, memo: object) -> Repeats:
         return Repeats()
@@ -273,12 +242,20 @@ class Repeats:
     def __reduce__(self) -> tuple[Any, ...]:
         return Repeats, ()
 
+    def of(self, op: nn.Module) -> bool:
+        """Whether the op's tensors are those of before: recorded calls hold their addresses, and an op's buffers can be replaced."""
+        now, owned = buffers_of(op), self.owned
+        if owned is None:
+            self.owned = now
+            return True
+        return len(now) == len(owned) and all(map(operator.is_, now, owned))
+
     def __call__(self, key: Hashable, tensors: tuple[Tensor | None, ...], call: Callable[[], object]) -> None:
-        """``call()``, or its launches again.
+        """``call()``, or its launches again, on the device of the tensors.
 
         Args:
             key: all that the launches depend on besides the op: shapes and dtypes.
-            tensors: contiguous tensors that the call reads and writes, other than the op's own.
+            tensors: contiguous tensors that the call reads and writes, other than the op's own; the first is never None.
             call: the call itself; what it does is told to :func:`launched`, :func:`called` and :func:`made`, its memory by :func:`room`.
         """
         if _local.recorder is not None:  # a step of another op's call, which records it
@@ -289,15 +266,21 @@ class Repeats:
             pointer = 0 if tensor is None else tensor.data_ptr()
             pointers.append(pointer)
             bits |= pointer
-        found = self.known.get(key)
-        if bits % _ALIGNED or watched():
-            call()
-        elif found is None:
-            self._record(key, tensors, call)
-        elif driver.active.get_current_device() == found.device:
+        first = tensors[0]
+        assert first is not None  # as said above
+        key = first.get_device(), key
+        found, plain = self.known.get(key), not (bits % _ALIGNED or watched())
+        if plain and found is not None and driver.active.get_current_device() == found.device:
+            found.used = True
             found.again(tensors, pointers)
-        else:
-            call()
+            return
+        with torch.cuda.device_of(first):  # type: ignore[no-untyped-call]  # launches go to the current one
+            if not plain:
+                call()
+            elif found is None:
+                self._record(key, tensors, call)
+            else:
+                found.again(tensors, pointers)
 
     def _record(self, key: Hashable, tensors: tuple[Tensor | None, ...], call: Callable[[], object]) -> None:
         if not _recordable(tensors):
@@ -311,9 +294,21 @@ class Repeats:
         if not recorder.whole or not recorder.events or not _understood(recorder, tensors):
             return
         with self.lock:
-            if len(self.known) >= _MOST:
-                del self.known[next(iter(self.known))]
+            while len(self.known) >= _MOST:
+                oldest = next(iter(self.known))
+                gone = self.known.pop(oldest)
+                if gone.used:
+                    gone.used, self.known[oldest] = False, gone
             self.known[key] = _recorded(recorder, tensors)
+
+
+def buffers_of(op: nn.Module) -> list[Tensor | None]:
+    """The buffers of an op and of the matrices in it."""
+    found: list[Tensor | None] = [*op._buffers.values()]
+    for part in op._modules.values():
+        if part is not None:
+            found += part._buffers.values()
+    return found
 
 
 def _understood(recorder: _Recorder, tensors: tuple[Tensor | None, ...]) -> bool:
@@ -368,7 +363,7 @@ def _launch(event: _Event, moving: list[Tensor | None], source: Callable[[Tensor
     return Launch(event.target, event.grid, tuple(args), tuple(places))
 
 
-def _call(event: _Event, moving: list[Tensor | None], source: Callable[[Tensor], int | None]) -> _Call:
+def _call(event: _Event, moving: list[Tensor | None], source: Callable[[Tensor], int | None]) -> Call:
     args, named, places = list(event.args), dict(event.named), []
     handed: list[tuple[int | str, Any]] = [*enumerate(event.args), *event.named]
     for at, value in handed:
@@ -381,4 +376,4 @@ def _call(event: _Event, moving: list[Tensor | None], source: Callable[[Tensor],
             places.append((at, index, None if same else (tuple(value.shape), value.stride(), offset)))
             target: Any = args if isinstance(at, int) else named
             target[at] = None  # or its memory would stay
-    return _Call(event.target, tuple(args), named, tuple(places), event.result is not None, event.kernel)
+    return Call(event.target, tuple(args), named, tuple(places), event.result is not None, event.kernel)

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import struct
 import types
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch
 pytest.importorskip("triton", reason="needs triton")
 
 from hal_core.triton import captured, relaunch, repeat
-from hal_core.triton.repeat import Repeats, kernel_called, room
+from hal_core.triton.repeat import Repeats, called, room
 
 CPU = torch.device("cpu")
 SIDE, HERE, FUNCTION = 81, 7, 99
@@ -25,7 +26,7 @@ class Driver:
     sizes = (8, 8, 4, 4, 128)
 
     def __init__(self):
-        self.nodes, self.capturing, self.kind, self.attributes, self.launches, self.refused = [], False, 0, {}, 0, 0
+        self.nodes, self.capturing, self.kind, self.attributes, self.launches, self.refused, self.graphs = [], False, 0, {}, 0, 0, 0
 
     def cuStreamBeginCapture_v2(self, stream, mode):
         assert (stream.value, mode, self.capturing) == (SIDE, 1, False)
@@ -33,7 +34,7 @@ class Driver:
         return 0
 
     def cuStreamEndCapture(self, stream, graph):
-        self.capturing, graph._obj.value = False, 5
+        self.capturing, graph._obj.value, self.graphs = False, 5, self.graphs + 1
         return 0
 
     def cuGraphGetNodes(self, graph, nodes, count):
@@ -65,6 +66,7 @@ class Driver:
 
     def cuGraphDestroy(self, graph):
         assert graph.value == 5
+        self.graphs -= 1
         return 0
 
     def cuTensorMapReplaceAddress(self, descriptor, address):
@@ -132,8 +134,8 @@ def run(library, repeats, rows=3):
 
     def whole():
         between = room(x.shape, x.dtype, CPU)
-        kernel_called(library.multiply, between, x, 2.0)
-        kernel_called(library.multiply, out[1:], between, 3.0)
+        called(library.multiply, between, x, 2.0, kernel=True)
+        called(library.multiply, out[1:], between, 3.0, kernel=True)
 
     repeats(rows, (x, out), whole)
     assert torch.allclose(out[1:], x * 6)
@@ -151,7 +153,7 @@ def test_a_call_without_memory_of_its_own_is_read_too(driver):
     repeats = Repeats()
     for _ in range(3):
         x, out = torch.randn(4), torch.empty(4)
-        repeats(4, (x, out), lambda x=x, out=out: kernel_called(driver.library.multiply, out, x, 2.0))
+        repeats(4, (x, out), lambda x=x, out=out: called(driver.library.multiply, out, x, 2.0, kernel=True))
         assert torch.equal(out, 2 * x)
     assert (driver.library.calls, driver.launches) == (1, 2)
 
@@ -211,3 +213,34 @@ def test_memory_that_a_call_asks_for_is_not_kept(driver):
     for _ in range(3):
         run(driver.library, repeats)
     assert (driver.library.calls, driver.launches) == (6, 0)
+
+
+@pytest.mark.parametrize("case", ["no_memory", "more_than_is_copied"])
+def test_tensors_that_are_not_copied_are_the_librarys(driver, monkeypatch, case):
+    def full(tensor):
+        raise torch.OutOfMemoryError("none left" if case == "no_memory" else "not asked for")
+
+    asked = mock.Mock(side_effect=full)
+    if case == "more_than_is_copied":
+        monkeypatch.setattr(captured, "_COPIED", 4 * 4 * 2)
+    monkeypatch.setattr(torch, "empty_like", asked)
+    repeats = Repeats()
+    for _ in range(3):
+        run(driver.library, repeats)
+    assert (driver.library.calls, driver.launches) == (6, 0)
+    assert asked.called == (case == "no_memory")
+
+
+def test_errors_of_all_kinds_leave_no_graph(driver):
+    def stops(parameters):
+        raise KeyboardInterrupt
+
+    repeats, spoil = Repeats(), driver.library.spoil
+    run(driver.library, repeats)
+    driver.library.spoil = stops
+    with pytest.raises(KeyboardInterrupt):
+        run(driver.library, repeats)
+    assert (driver.graphs, driver.capturing) == (0, False)
+    driver.library.spoil = spoil
+    run(driver.library, repeats)
+    assert (driver.library.calls, driver.launches, driver.graphs) == (2, 2, 0)

@@ -6,16 +6,18 @@ import concurrent.futures
 import contextlib
 import copy
 import ctypes
+import threading
 import time
 import types
 import weakref
+from unittest import mock
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="needs triton")
 
-from hal_core.triton import relaunch, repeat
+from hal_core.triton import launch, relaunch, repeat
 from hal_core.triton.repeat import Repeats, called, launched, made, room
 
 CPU = torch.device("cpu")
@@ -223,6 +225,14 @@ def test_calls_of_a_stream_share_memory_and_old_calls_go():
     assert op.slow == 100  # 3 had gone
 
 
+def test_a_call_that_is_used_between_others_stays():
+    op = Op()
+    for rows in range(2, 100):
+        check(op, 1)
+        check(op, rows)
+    assert op.slow == 99
+
+
 def test_a_graph_under_capture_has_memory_of_its_own(monkeypatch):
     op = Op()
     check(op, 2)
@@ -254,6 +264,88 @@ def test_a_call_within_a_call_is_a_step_of_it():
         outer(2, (x, out), lambda x=x, out=out: whole(x, out))
         assert torch.allclose(out, (2 * x + inner.bias) * 6)
     assert kernel.ran == 1
+
+
+def test_a_step_that_repeats_an_op_is_one_step():
+    inner, outer, steps = Op(), Repeats(), []
+
+    def step(x, out):
+        steps.append(x)
+        inner.apply(x, out)
+
+    def whole():
+        x, out = torch.randn(2, 4), torch.full((2, 4), float("nan"))
+        outer(2, (x, out), lambda: called(step, x, out))
+        return torch.allclose(out, (2 * x + inner.bias) * 3)
+
+    check(inner, 2)
+    found = []
+    for _ in range(3):
+        thread = threading.Thread(target=lambda: found.append(whole()), daemon=True)
+        thread.start()
+        thread.join(20)
+    assert found == [True] * 3
+    assert (len(steps), inner.slow) == (3, 4)
+
+
+class Placed(torch.Tensor):
+    """As if it were on a GPU, the one of number ``place``."""
+
+    is_cuda, place = True, 0
+
+    def get_device(self):
+        return self.place
+
+
+class Elsewhere(Placed):
+    place = 1
+
+
+@pytest.fixture
+def current(monkeypatch):
+    """Numbers of devices, of which the last is the current one."""
+    found = [0]
+
+    @contextlib.contextmanager
+    def device_of(tensor):
+        found.append(tensor.get_device())
+        yield
+        found.pop()
+
+    repeat.driver.active.get_current_device = lambda: found[-1]
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: found[-1])
+    return found
+
+
+@pytest.mark.parametrize("case", ["recorded", "watched", "not_aligned", "not_recordable"])
+def test_calls_run_on_the_device_of_their_tensors(current, monkeypatch, case):
+    repeats, seen, calls = Repeats(), [], []
+    monkeypatch.setattr(repeat, "_recordable", lambda tensors: case != "not_recordable")
+    monkeypatch.setattr(repeat, "watched", lambda: case == "watched")
+
+    def step(x, out):
+        seen.append(current[-1])
+        out.copy_(x)
+
+    def call(x, out):
+        calls.append(x)
+        called(step, x, out)
+
+    for kind in (Elsewhere, Elsewhere, Placed, Placed, Elsewhere):
+        x, out = (torch.randn(9)[case == "not_aligned" :].as_subclass(kind) for _ in range(2))
+        repeats(4, (x, out), lambda x=x, out=out: call(x, out))
+        assert torch.equal(out, x)
+    assert seen == [1, 1, 0, 0, 1]
+    assert len(calls) == (2 if case == "recorded" else 5)
+
+
+def test_a_kernel_is_launched_on_the_device_of_its_tensors(current):
+    kernel, seen = mock.MagicMock(), []
+    kernel.__getitem__.return_value = lambda **values: seen.append(current[-1])
+    for kind in (Elsewhere, Placed):
+        launch.run(kernel, (1,), {"count": 3, "x_ptr": torch.randn(3).as_subclass(kind)}, 4, 1)
+    assert seen == [1, 0]
 
 
 def test_copies_record_calls_of_their_own():

@@ -20,8 +20,14 @@ from hal_backend_cuda.providers.flashinfer.beside import launch_merge, merge_on_
 
 from hal_core.check import check
 from hal_core.errors import ShapeError
+from hal_core.kernel import LinearWeights, MoEWeights
+from hal_core.ops import Routed
+from hal_core.schemes import WeightScheme
+from hal_core.spec import LinearSpec, MoESpec
+from hal_core.testing.data import random_weight
 from hal_core.triton import launch
 from hal_core.triton.configs import Tile
+from hal_core.triton.modules import TritonExperts, TritonLinear
 
 triton_interpreter.repair()
 
@@ -30,6 +36,28 @@ triton_interpreter.repair()
 def test_linear_is_within_its_bound(case):
     found, wanted = case.run("cpu")
     assert cases.distance(found, wanted) < (cases.FP8_BOUND if case.scheme.startswith("fp8") else cases.BOUND[case.dtype])
+
+
+@pytest.mark.parametrize("kind", [TritonLinear, TritonExperts])
+def test_buffers_that_are_replaced_are_those_of_the_next_call(kind):
+    rng, scheme = torch.Generator().manual_seed(0), WeightScheme.parse("int4:g32")
+
+    def made():
+        if kind is TritonLinear:
+            weights = LinearWeights(random_weight(scheme, (64, 64), rng, "bf16"), torch.randn(64, generator=rng))
+            return TritonLinear(LinearSpec(64, 64, scheme, dtype="bf16", bias=True), weights)
+        parts = {role: random_weight(scheme, (2, 64, 64), rng, "bf16") for role in ("up", "down", "gate")}
+        spec = MoESpec(num_experts=2, top_k=1, hidden=64, intermediate=64, up=scheme, down=scheme, gate=scheme)
+        return TritonExperts(spec, MoEWeights(**parts))
+
+    op, other, x = made(), made(), torch.randn(3, 64, generator=rng).bfloat16()
+    given = (x,) if kind is TritonLinear else (x, Routed(torch.tensor([[0], [1], [0]]).int(), torch.ones(3, 1)))
+    before, wanted = op.apply(*given), other.apply(*given)
+    assert not torch.equal(before, wanted)
+    assert torch.equal(torch.func.functional_call(op, other.state_dict(), given), wanted)
+    assert torch.equal(op.apply(*given), before)
+    op.load_state_dict(other.state_dict(), assign=True)
+    assert torch.equal(op.apply(*given), wanted)
 
 
 @pytest.mark.parametrize("arguments", cases.BLOCKS, ids=str)

@@ -25,7 +25,7 @@ from hal_core.reference.moe import ReferenceMoE
 from hal_core.schemes import WeightScheme
 from hal_core.spec import Activation, LinearSpec, MoESpec
 from hal_core.testing.data import random_weight
-from hal_core.triton import launch, repeat
+from hal_core.triton import launch, relaunch, repeat
 
 BY_NAME = {recipe.name: recipe for recipe in RECIPES}
 CASES = [
@@ -209,12 +209,42 @@ def test_groups_given_wrongly_are_refused(routing, told, more):
         HummingGroups(spec, weights, BY_NAME["w4a16"]).apply(torch.randn(4, 256).bfloat16(), routing, **more)
 
 
-def test_steps_of_plain_torch_are_taken_anew_by_every_call(monkeypatch):
+@pytest.fixture
+def recorded(monkeypatch):
+    """Calls are recorded as on a GPU."""
     active = types.SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda index: 0)
     monkeypatch.setattr(repeat, "driver", types.SimpleNamespace(active=active))
     monkeypatch.setattr(repeat, "_recordable", lambda tensors: True)
     monkeypatch.setattr(repeat, "_device", lambda index: torch.device("cpu"))
+    monkeypatch.setattr(relaunch, "driver_library", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+@pytest.mark.usefixtures("recorded")
+@pytest.mark.parametrize("how", ["assigned", "for_one_call", "in_a_part", "moved"])
+def test_buffers_that_are_replaced_are_those_of_the_next_call(how):
+    op, other = (HummingLinear(*linear_case("int4:g128", seed), BY_NAME["w4a16"]) for seed in (0, 1))
+    x, state = torch.randn(3, 384).bfloat16(), other.state_dict()
+    before, wanted = op.apply(x), other.apply(x)
+    assert op.repeats.known
+    assert not torch.equal(op.apply(x), wanted)
+    if how == "for_one_call":
+        assert torch.equal(torch.func.functional_call(op, state, (x,)), wanted)
+        assert torch.equal(op.apply(x), before)
+        return
+    if how == "assigned":
+        op.load_state_dict(state, assign=True)
+    elif how == "in_a_part":
+        for name, buffer in other.matrix.named_buffers():
+            setattr(op.matrix, name, buffer)
+    else:
+        held = iter(other.matrix.buffers())
+        op.matrix._apply(lambda _: next(held))
+    assert torch.equal(op.apply(x), wanted)
+
+
+@pytest.mark.usefixtures("recorded")
+def test_steps_of_plain_torch_are_taken_anew_by_every_call():
     spec, weights = experts_case("int4:g128")
     op = HummingExperts(spec, weights, BY_NAME["w4a16"], TorchSteps())
     for _ in range(2):

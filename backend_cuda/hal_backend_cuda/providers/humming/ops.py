@@ -22,10 +22,12 @@ from hal_backend_cuda.providers.steps import Route
 from hal_core.dtypes import torch_dtype
 from hal_core.op_parts import Numbered, check_grouped, check_out, check_routing, check_rows
 from hal_core.ops import MoEExperts, QuantLinear
-from hal_core.triton.repeat import Repeats, room
+from hal_core.triton.repeat import Repeats, buffers_of, room
 from hal_core.weight_checks import check_linear_weights, check_moe_weights, check_same_kind, kinds_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable
+
     from hal_backend_cuda.providers.humming.recipes import Recipe
     from hal_backend_cuda.providers.steps import MoESteps, Sorted
     from hal_core.kernel import LinearWeights, MoEWeights
@@ -42,9 +44,15 @@ def _with_bias(tensors: dict[str, Tensor], bias: Tensor | None, dtype: str) -> d
 
 
 class _Repeating(nn.Module):
-    """Calls that were recorded hold addresses: when buffers move they are forgotten."""
+    """Calls that were recorded hold addresses: when buffers move, or others stand in their places, they are forgotten."""
 
     repeats: Repeats
+
+    def repeated(self, key: Hashable, tensors: tuple[Tensor | None, ...], call: Callable[[], object]) -> None:
+        """As :class:`Repeats`, of this op's buffers as they are."""
+        if not self.repeats.of(self):
+            self.repeats = Repeats(buffers_of(self))
+        self.repeats(key, tensors, call)
 
     def _apply(self, fn: Any, recurse: bool = True) -> _Repeating:
         super()._apply(fn, recurse)
@@ -77,7 +85,7 @@ class HummingLinear(_Repeating, QuantLinear):
         if torch.compiler.is_compiling():
             self._launched(rows, flat)
         else:
-            self.repeats(rows.shape[0], (rows, flat), lambda: self._launched(rows, flat))
+            self.repeated(rows.shape[0], (rows, flat), lambda: self._launched(rows, flat))
         return y
 
     def _launched(self, rows: Tensor, out: Tensor) -> None:
@@ -187,10 +195,11 @@ class HummingExperts(_HummingBlock):
     def run(self, rows: Tensor, ids: Tensor, weights: Tensor, expert_map: Tensor | None, y: Tensor) -> None:
         """``rows [T, H]``, checked, to ``y [T, H]``, or to ``[T, k, H]`` unreduced."""
         if not self.steps.told:
-            self._launched(rows, ids, weights, expert_map, y)
+            with torch.cuda.device_of(rows):
+                self._launched(rows, ids, weights, expert_map, y)
             return
         key = rows.shape[0], y.dim(), expert_map is None or expert_map.dtype
-        self.repeats(key, (rows, ids, weights, expert_map, y), lambda: self._launched(rows, ids, weights, expert_map, y))
+        self.repeated(key, (rows, ids, weights, expert_map, y), lambda: self._launched(rows, ids, weights, expert_map, y))
 
     def _launched(self, rows: Tensor, ids: Tensor, weights: Tensor, expert_map: Tensor | None, y: Tensor) -> None:
         spec, steps, count = self.spec, self.steps, ids.numel()
@@ -225,9 +234,10 @@ class HummingGroups(_HummingBlock):
     def run(self, rows: Tensor, counts: Tensor, y: Tensor) -> None:
         """``rows [R, H]``, checked, to ``y [R, H]``; rows past all groups to zeros."""
         if not self.steps.told:
-            self._launched(rows, counts, y)
+            with torch.cuda.device_of(rows):
+                self._launched(rows, counts, y)
             return
-        self.repeats((rows.shape[0], counts.dtype), (rows, counts, y), lambda: self._launched(rows, counts, y))
+        self.repeated((rows.shape[0], counts.dtype), (rows, counts, y), lambda: self._launched(rows, counts, y))
 
     def _launched(self, rows: Tensor, counts: Tensor, y: Tensor) -> None:
         self._products(rows, self.steps.bounds(counts, y), 1, y)

@@ -17,7 +17,7 @@ from hal_backend_cuda.providers.steps import Sorted
 from hal_core.dtypes import torch_dtype
 from hal_core.errors import MissingDependencyError
 from hal_core.op_parts import FixedBuffers
-from hal_core.triton.repeat import kernel_called
+from hal_core.triton.repeat import called
 
 if TYPE_CHECKING:
     from hal_backend_cuda.providers.humming.recipes import Recipe
@@ -129,12 +129,15 @@ class HummingMatrix(FixedBuffers):
         self, x: Tensor, scales: Tensor | None, out: Tensor, rows: Sorted | Tensor | None = None, top_k: int = 1,
         tile: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """``x [M, K]`` to ``out [M * top_k, N]``; nothing is allocated and nothing waits. rows: sorted, or the bounds of their groups."""
+        """``x [M, K]`` to ``out [M * top_k, N]``; nothing waits. rows: sorted, or the bounds of their groups.
+
+        Nothing is allocated but a small buffer of descriptors, by Humming, for groups of rows whose tile stores by them.
+        """
         own = self._buffers
         order = (rows.ids, rows.experts, rows.padded, None) if isinstance(rows, Sorted) else (None, None, None, rows)
-        kernel_called(
+        called(
             self.run, self.tiles if tile is None else tile, x, own["weight"], own["weight_scale"], own.get("weight_scale_2"), scales, None,
-            own.get("zero_point"), own.get("bias"), out, *order, own["locks"], top_k, 0,
+            own.get("zero_point"), own.get("bias"), out, *order, own["locks"], top_k, 0, kernel=True,
         )  # fmt: skip
 
 
