@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import copy
+import gc
+import pickle
+import threading
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hal_backend_cuda.providers.flashinfer import attend_op
 from hal_backend_cuda.providers.flashinfer.attention import FlashInferKV, FlashInferKVOp
-from hal_backend_cuda.providers.flashinfer.plans import CALLS, Batch, Plan
+from hal_backend_cuda.providers.flashinfer.plans import CALLS, Batch, Plan, planned
 
 from hal_core.calls import Call, bind, find
 from hal_core.errors import ContractError, MissingDependencyError, ShapeError
@@ -149,6 +154,17 @@ def test_the_host_is_not_attended_from():
         op.attend(torch.zeros(1, 8, 64, dtype=torch.bfloat16), pages, torch.zeros(1, 1), torch.ones(1), torch.tensor([0, 1]))
 
 
+def test_the_launch_of_an_append_is_repeated_on_its_own_device_only():
+    class OnDevice(torch.Tensor):
+        is_cuda = True
+
+    op, keys = FlashInferKV().prepare(spec(), KVParams()), []
+    op.repeats = lambda key, tensors, launch: keys.append(key)
+    pages, x = torch.zeros(5, op.page_bytes, dtype=torch.uint8).as_subclass(OnDevice), torch.ones(1, 2, 64, dtype=torch.bfloat16)
+    op.append(pages, x, x, torch.tensor([9]))
+    assert pages.device in keys[0]
+
+
 def test_a_slot_given_twice_writes_nothing():
     op = FlashInferKV().prepare(spec(), KVParams())
     pages, x = torch.zeros(5, op.page_bytes, dtype=torch.uint8), torch.ones(3, 2, 64, dtype=torch.bfloat16)
@@ -172,9 +188,10 @@ def test_reading_pages_that_are_not_there():
 
 def test_a_copy_has_plans_of_its_own():
     op = FlashInferKV().prepare(spec("fp8"), KVParams(torch.tensor(0.5), torch.tensor(0.25)))
-    op.own[0] = ("a plan", "its batch")
-    other = copy.deepcopy(torch.nn.Sequential(op))[0]
-    assert (other.spec, other.key_scale, other.value_scale, other.own) == (op.spec, 0.5, 0.25, {})
+    op.own.plan = "a plan"
+    for other in (copy.deepcopy(torch.nn.Sequential(op))[0], pickle.loads(pickle.dumps(op))):
+        assert (other.spec, other.key_scale, other.value_scale, other.own.plan) == (op.spec, 0.5, 0.25, None)
+        assert other.number != op.number
 
 
 class Wrapper:
@@ -217,7 +234,7 @@ def test_later_runs_of_a_plan_go_to_flashinfers_module_with_their_own_tensors(mo
 def test_a_plan_knows_that_its_batch_was_written_to(monkeypatch):
     monkeypatch.setattr(Plan, "_wrapper", lambda self, maker, pages: Wrapper())
     op, plan = FlashInferKV().prepare(spec(), KVParams()), Plan(spec(), torch.device("cpu"), decode=True, graph=False)
-    op.given, plan.scale = plan, 64**-0.5
+    op.given, plan.scale, plan.queries = plan, 64**-0.5, 1
     pages, batch = torch.zeros(2, op.page_bytes, dtype=torch.uint8), [torch.zeros(1, 2), torch.ones(1), torch.tensor([0, 1])]
     plan.made_from(*batch)
     assert op._planned(pages, *batch, None, True) is plan
@@ -251,6 +268,100 @@ def test_queries_that_flashinfer_cannot_read_as_they_lie_are_copied():
         assert torch.equal(found, q)
         assert found.is_contiguous()
         assert found.data_ptr() != q.data_ptr()
+
+
+BATCH = torch.tensor([[3, 0]], dtype=torch.int32), torch.tensor([20], dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
+
+
+@pytest.fixture
+def host_plans(monkeypatch):
+    """Plans on the host: what FlashInfer's wrappers were asked to plan, and a stream that may be another."""
+    found = SimpleNamespace(planned=[], fails=False, stream=SimpleNamespace(cuda_stream=0))
+
+    class Planner(Wrapper):
+        def plan(self, **values):
+            found.planned.append(values)
+            if found.fails:
+                raise ValueError("half-way")
+
+    monkeypatch.setattr(Plan, "_wrapper", lambda self, maker, pages: Planner())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: found.stream)
+    monkeypatch.setattr(FlashInferKVOp, "_device", staticmethod(lambda table: table.device))
+    monkeypatch.setattr("hal_backend_cuda.providers.flashinfer.plans._WORKSPACE", 16)
+    return found
+
+
+def own_plan(op, pages=4):
+    return op._planned(torch.zeros(pages, op.page_bytes, dtype=torch.uint8), *BATCH, None, True)
+
+
+def test_a_plan_is_not_for_fewer_pages_nor_another_device(host_plans):
+    op = FlashInferKV().prepare(spec(), KVParams())
+    plan = op.plan(4, *BATCH)
+    assert own_plan(op, 4) is own_plan(op, 5) is plan
+    with pytest.raises(ShapeError, match="attend: 3 pages on cpu.*made for 4 pages on cpu.*plan again"):
+        own_plan(op, 3)
+    with pytest.raises(ShapeError, match="4 pages on meta.*plan again"):
+        op._planned(torch.zeros(4, op.page_bytes, dtype=torch.uint8, device="meta"), *BATCH, None, True)
+    elsewhere = planned(plan, op.spec, Batch.of(*(t.long() for t in BATCH), 16, 4), torch.device("meta"), False, 1, 2)
+    assert (elsewhere.device.type, elsewhere is plan) == ("meta", False)
+
+
+def test_the_same_batch_over_fewer_pages_is_planned_again(host_plans):
+    op = FlashInferKV().prepare(spec(), KVParams())
+    own_plan(op, 5)
+    own_plan(op, 5)
+    assert len(host_plans.planned) == 1
+    own_plan(op, 4)
+    assert len(host_plans.planned) == 2
+    with pytest.raises(ShapeError, match="page 3; pages run from 0 to 2"):
+        own_plan(op, 3)
+
+
+def test_a_plan_that_failed_serves_nothing(host_plans):
+    op = FlashInferKV().prepare(spec(), KVParams())
+    plan = op.plan(4, *BATCH)
+    plan.known["key"] = "the last batch's launch"
+    host_plans.fails = True
+    with pytest.raises(ValueError, match="half-way"):
+        op.plan(4, *BATCH)
+    assert not plan.known
+    with pytest.raises(ShapeError, match="the last plan failed: plan again"):
+        own_plan(op)
+    op.forget()
+    with pytest.raises(ValueError, match="half-way"):
+        own_plan(op)
+    host_plans.fails = False
+    own = own_plan(op)
+    assert (own.queries, own.pages, len(host_plans.planned)) == (1, 4, 4)
+
+
+def test_ops_share_a_threads_workspace_which_is_gone_with_them_or_it(host_plans):
+    one, two = (FlashInferKV().prepare(spec(), KVParams()) for _ in range(2))
+    first, mine = own_plan(one), own_plan(two).workspace
+    assert first.workspace is mine
+    assert one.plan(4, *BATCH).workspace is not mine, "a plan of the caller's may run beside others"
+    one.forget()
+    made = []
+
+    def work(op, other):
+        plan = own_plan(op)
+        made.append((weakref.ref(plan), weakref.ref(plan.workspace), plan.workspace is other))
+
+    thread = threading.Thread(target=work, args=(one, mine))
+    thread.start()
+    thread.join()
+    del thread
+    gc.collect()
+    ((plan, workspace, same),) = made
+    assert (plan(), workspace(), same) == (None, None, False)
+    host_plans.stream = SimpleNamespace(cuda_stream=7)
+    assert own_plan(one).workspace is not mine, "launches on two streams may overlap"
+    held = weakref.ref(mine)
+    del one, two, first, mine
+    gc.collect()
+    assert held() is None
 
 
 @pytest.mark.parametrize("logs", [True, False])

@@ -6,7 +6,6 @@ A page holds ``[2, page_size, kv heads, head_dim]``, keys before values, in the 
 from __future__ import annotations
 
 import math
-import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ import torch
 from hal_backend_cuda.providers.flashinfer import DISTRIBUTION, INSTALL, VERSIONS
 from hal_backend_cuda.providers.flashinfer.attend_op import enrol, traced
 from hal_backend_cuda.providers.flashinfer.beside import check_slots, launch_natural_logs, launch_store, store_on_host
-from hal_backend_cuda.providers.flashinfer.plans import Batch, Plan, planned
+from hal_backend_cuda.providers.flashinfer.plans import Batch, Own, Plan, planned, shared_workspace
 from hal_core.dtypes import torch_dtype
 from hal_core.errors import HalError, ShapeError
 from hal_core.kernel import KVEpilogue, KVKernel, KVSchemeSet
@@ -61,8 +60,7 @@ class FlashInferKVOp(KVOp):
         self.spec, self.params = spec, params
         self.key_scale, self.value_scale = _scale(params.key_scale, "key_scale"), _scale(params.value_scale, "value_scale")
         self.elements = _ELEMENTS[spec.keys.kind]
-        #: The last plan that ``attend`` made, and the batch that it is for, by thread: another thread's must not come between.
-        self.own: dict[int, tuple[Plan, Tensor]] = {}
+        self.own = Own()
         self.given: Plan | None = None
         self.number = enrol(self)
         self.dtype = torch_dtype(spec.dtype)
@@ -75,9 +73,10 @@ class FlashInferKVOp(KVOp):
 
     def __deepcopy__(self, memo: object) -> FlashInferKVOp:
         """Another op of the same cache; plans are made anew."""
-        found = FlashInferKVOp(self.spec, self.params)
-        found.selection = self.selection
-        return found
+        return _again(self.spec, self.params, self.selection)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _again, (self.spec, self.params, self.selection)
 
     @property
     def width(self) -> int:
@@ -136,7 +135,7 @@ class FlashInferKVOp(KVOp):
             store_on_host(cache, (k, v), slots, self._scales)
         elif len(slots):
             k, v, slots = k.contiguous(), v.contiguous(), slots.contiguous()
-            key = len(slots), len(pages), *self._scales
+            key = len(slots), len(pages), pages.device, *self._scales
             self._repeats()(key, (k, v, slots, pages), lambda: launch_store(cache, (k, v), slots, self._scales))
 
     def _repeats(self) -> Repeats:
@@ -210,20 +209,17 @@ class FlashInferKVOp(KVOp):
     def _planned(self, pages: Tensor, table: Tensor, lengths: Tensor, starts: Tensor, scale: float | None, causal: bool) -> Plan:
         factor = self.usual if scale is None else scale
         if self.given is not None:
-            if self.given.scale != factor or (not self.given.decode and self.given.causal != causal):
-                raise ShapeError("attend", f"scale {factor}, causal {causal}", "the plan was made for others: plan again")
-            if self.given.stale(table, lengths, starts):
-                raise ShapeError("attend", "table, lengths or query starts were changed after the plan", "plan again")
+            self.given.check(pages, factor, causal, (table, lengths, starts))
             return self.given
         if torch.cuda.is_current_stream_capturing():
             raise HalError("attend under graph capture", "there is no plan", "call plan(.., graph=True) before the capture")
-        host, thread = self._host(table, lengths, starts), threading.get_ident()
-        own, known = self.own.get(thread, (None, None))
-        if own is None or known is None or not torch.equal(known, host) or (own.scale, own.causal) != (factor, causal):
+        host, workspace, own = self._host(table, lengths, starts), shared_workspace(pages.device), self.own.plan
+        fits = own is not None and own.workspace is workspace and own.suits(pages, factor, causal)
+        if own is None or not fits or not torch.equal(self.own.batch, host):
             batch = self._batch(host, table.shape, pages.shape[0])
-            own = planned(own, self.spec, batch, pages.device, False, len(lengths), 0)
+            own = planned(own, self.spec, batch, pages.device, False, len(lengths), 0, workspace)
             self._set(own, batch, scale, causal)
-            self.own[thread] = (own, host)
+            self.own.plan, self.own.batch = own, host
         return own
 
     def attend(
@@ -288,7 +284,8 @@ class FlashInferKVOp(KVOp):
         if not q.shape[0]:
             return result, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if logs else None
         plan = self._planned(pages, block_table, lengths, query_starts, scale, causal)
-        self._fits(plan, q)
+        if plan.queries != q.shape[0]:
+            raise ShapeError("query_starts", f"{plan.queries} rows of queries", f"q has {len(q)}")
         lse = plan.run(q, cache, *self._scales, result, lse=logs)
         return result, None if lse is None else self._natural(lse, plan)
 
@@ -315,11 +312,6 @@ class FlashInferKVOp(KVOp):
         if elements == 1 and not (tokens * q.itemsize % _STEP or heads * q.itemsize % _STEP or q.data_ptr() % _STEP):
             return q
         return q.clone(memory_format=torch.contiguous_format)
-
-    @staticmethod
-    def _fits(plan: Plan, q: Tensor) -> None:
-        if plan.queries != q.shape[0]:
-            raise ShapeError("query_starts", f"{plan.queries} rows of queries", f"q has {len(q)}")
 
     @staticmethod
     def _refuse_sinks(sinks: Tensor | None) -> None:
@@ -362,6 +354,12 @@ class FlashInferKVOp(KVOp):
         if self.given is not None and self.given.graph and (key, value) != (self.key_scale, self.value_scale):
             raise ShapeError("update of a cache's scales", "a graph plan is in use", "capture the graph after the scales are known")
         self.params, self.key_scale, self.value_scale = weights, key, value
+
+
+def _again(spec: KVCacheSpec, params: KVParams, selection: Any) -> FlashInferKVOp:
+    found = FlashInferKVOp(spec, params)
+    found.selection = selection
+    return found
 
 
 class FlashInferKV(KVKernel):

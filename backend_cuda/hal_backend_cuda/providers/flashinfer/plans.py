@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from hal_core.spec import KVCacheSpec
 
-__all__ = ["CALLS", "Batch", "Plan", "planned"]
+__all__ = ["CALLS", "Batch", "Own", "Plan", "planned", "shared_workspace"]
 
 #: Bytes that FlashInfer asks for sums of split sequences.
 _WORKSPACE = 128 << 20
@@ -57,13 +57,15 @@ CALLS = {
 class Batch:
     """A batch on the host: cached tokens, query rows and pages of each sequence.
 
-    indptr ``int32 [B + 1]``, indices ``int32 [pages]``, last ``int32 [B]``, starts ``int32 [B + 1]``: as FlashInfer takes them.
+    indptr ``int32 [B + 1]``, indices ``int32 [used pages]``, last ``int32 [B]``, starts ``int32 [B + 1]``: as FlashInfer takes them.
+    pages: of the cache.
     """
 
     indptr: Tensor
     indices: Tensor
     last: Tensor
     starts: Tensor
+    pages: int
 
     @classmethod
     def of(cls, table: Tensor, lengths: Tensor, starts: Tensor, page_size: int, pages: int) -> Batch:
@@ -87,7 +89,7 @@ class Batch:
             raise ShapeError("block_table", f"page {int(wrong[0])}", f"pages run from 0 to {pages - 1}")
         indptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
         last = torch.where(counts > 0, lengths - (counts - 1) * page_size, 0)
-        return cls(*(t.to(torch.int32) for t in (indptr, indices, last, starts)))
+        return cls(*(t.to(torch.int32) for t in (indptr, indices, last, starts)), pages)
 
     @property
     def decode(self) -> bool:
@@ -143,23 +145,31 @@ class _Watch:
 
 
 class Plan:
-    """One of FlashInfer's wrappers, planned for a batch. graph: fixed batch size, buffers that keep their addresses."""
+    """One of FlashInfer's wrappers, planned for a batch. graph: fixed batch size, buffers that keep their addresses.
 
-    def __init__(self, spec: KVCacheSpec, device: torch.device, *, decode: bool, graph: bool, rows: int = 0, most_pages: int = 0) -> None:
+    workspace: of plans that never run at once; None for one of the plan's own.
+    """
+
+    def __init__(
+        self, spec: KVCacheSpec, device: torch.device, *, decode: bool, graph: bool, rows: int = 0, most_pages: int = 0,
+        workspace: Tensor | None = None,
+    ) -> None:  # fmt: skip
         self.spec, self.device, self.decode, self.graph, self.rows = spec, device, decode, graph, rows
         self.kind = "decode" if decode else "prefill"
         self.planner, self.runner = (bind(CALLS[f"{self.kind}.{verb}"]) for verb in ("plan", "run"))
+        self.workspace = _new_workspace(device) if workspace is None else workspace
         self.wrapper = self._wrapper(bind(CALLS[self.kind]), most_pages)
-        self.places: tuple[int, ...] = ()
-        self.causal, self.scale, self.empty, self.queries = True, 0.0, False, 0
+        #: queries: -1 while there is no batch. pages: of the cache that the batch was checked against.
+        self.causal, self.scale, self.empty, self.queries, self.pages = True, 0.0, False, -1, 0
         self.known: dict[tuple[float, float, bool], _Launch] = {}
         self.lock, self.held = threading.Lock(), threading.local()
         #: The caller's tensors that it was made from, held weakly, and their versions.
         self.source: tuple[tuple[Callable[[], Tensor | None], int], ...] = ()
 
     def _wrapper(self, maker: Bound, most_pages: int) -> Any:
-        workspace = torch.zeros(_WORKSPACE, dtype=torch.uint8, device=self.device)
-        values: dict[str, Any] = {"float_workspace_buffer": workspace, "kv_layout": "NHD", "use_cuda_graph": self.graph, "backend": "fa2"}
+        values: dict[str, Any] = {
+            "float_workspace_buffer": self.workspace, "kv_layout": "NHD", "use_cuda_graph": self.graph, "backend": "fa2"
+        }  # fmt: skip
         if self.decode:
             values["use_tensor_cores"] = True
         if self.graph:
@@ -172,7 +182,7 @@ class Plan:
         return maker.target(**values)
 
     def set(self, batch: Batch, causal: bool, scale: float, q_dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
-        """Plan for a batch; waits for nothing but copies to the device."""
+        """Plan for a batch; waits for nothing but copies to the device. Where FlashInfer refuses, the plan serves nothing."""
         spec = self.spec
         values: dict[str, Any] = {
             "num_qo_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads, "page_size": spec.page_size,
@@ -186,10 +196,28 @@ class Plan:
                 "qo_indptr": batch.starts, "paged_kv_indptr": batch.indptr, "paged_kv_indices": batch.indices,
                 "paged_kv_last_page_len": batch.last, "head_dim_qk": spec.head_dim, "causal": causal,
             }  # fmt: skip
-        self.wrapper.plan(**values)
-        self.known = {}
-        self.causal, self.scale, self.empty = causal, scale, bool((batch.last == 0).any())
-        self.queries = int(batch.starts[-1])
+        with self.lock:
+            # first, for FlashInfer raises when some of its state is the new batch's already
+            self.known, self.queries = {}, -1
+            self.wrapper.plan(**values)
+            self.causal, self.scale, self.empty, self.pages = causal, scale, bool((batch.last == 0).any()), batch.pages
+            self.queries = int(batch.starts[-1])
+
+    def suits(self, pages: Tensor, scale: float, causal: bool) -> bool:
+        """Whether its batch may be read from these pages, in this way."""
+        if self.queries < 0 or self.pages > pages.shape[0] or self.device != pages.device:
+            return False
+        return self.scale == scale and (self.decode or self.causal == causal)
+
+    def check(self, pages: Tensor, scale: float, causal: bool, batch: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Raises ShapeError where the plan is not of this call, as far as is known."""
+        if not self.suits(pages, scale, causal):
+            asked = f"{pages.shape[0]} pages on {pages.device}, scale {scale}, causal {causal}"
+            made = f"{self.pages} pages on {self.device}, scale {self.scale}, causal {self.causal}"
+            told = f"the plan was made for {made}" if self.queries >= 0 else "the last plan failed"
+            raise ShapeError("attend", asked, f"{told}: plan again")
+        if self.stale(*batch):
+            raise ShapeError("attend", "table, lengths or query starts were changed after the plan", "plan again")
 
     def made_from(self, *tensors: Tensor) -> None:
         """Block table, lengths and query starts as the caller has them, whose changes make the plan stale."""
@@ -233,9 +261,42 @@ class Plan:
         return logs
 
 
-def planned(found: Plan | None, spec: KVCacheSpec, batch: Batch, device: torch.device, graph: bool, rows: int, most_pages: int) -> Plan:
-    """``found`` where it can be planned anew for this batch, else another plan."""
-    fits = found is not None and (found.decode, found.graph) == (batch.decode, graph) and (not graph or found.rows == rows)
-    if fits and found is not None:
+def _new_workspace(device: torch.device) -> Tensor:
+    return torch.zeros(_WORKSPACE, dtype=torch.uint8, device=device)
+
+
+class _Shared(threading.local):
+    """A thread's workspaces by device and stream, held weakly."""
+
+    def __init__(self) -> None:
+        self.held: weakref.WeakValueDictionary[tuple[torch.device, int], Tensor] = weakref.WeakValueDictionary()
+
+
+_SHARED = _Shared()
+
+
+def shared_workspace(device: torch.device) -> Tensor:
+    """Of all plans that this thread's ops make for the current stream, where they run one after another; gone with the last of them."""
+    key = device, torch.cuda.current_stream(device).cuda_stream
+    found = _SHARED.held.get(key)
+    if found is None:
+        found = _SHARED.held[key] = _new_workspace(device)
+    return found
+
+
+class Own(threading.local):
+    """The last plan that an op made itself, and the batch that it is for: another for each thread, gone with the thread."""
+
+    plan: Plan | None = None
+    batch: Tensor
+
+
+def planned(
+    found: Plan | None, spec: KVCacheSpec, batch: Batch, device: torch.device, graph: bool, rows: int, most_pages: int,
+    workspace: Tensor | None = None,
+) -> Plan:  # fmt: skip
+    """``found`` where it can be planned anew for this batch, else another plan. workspace: which it must have, None for its own."""
+    fits = found is not None and (found.decode, found.graph, found.device) == (batch.decode, graph, device)
+    if fits and found is not None and (not graph or found.rows == rows) and (workspace is None or found.workspace is workspace):
         return found
-    return Plan(spec, device, decode=batch.decode, graph=graph, rows=rows, most_pages=most_pages)
+    return Plan(spec, device, decode=batch.decode, graph=graph, rows=rows, most_pages=most_pages, workspace=workspace)
