@@ -1,4 +1,4 @@
-"""FlashInfer's library of experts for sm_90 with what bf16 and fp8-block experts call: 35 compilations in place of 183.
+"""FlashInfer's library of experts for sm_90 with what bf16 and fp8-block experts call: 30 compilations in place of 183.
 
     python tests/cuda/providers/experts_library.py OUT.so [--jobs 8]
 

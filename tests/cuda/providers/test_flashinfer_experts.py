@@ -220,6 +220,24 @@ def test_a_payload_of_another_form_is_refused(change):
         mxfp8_arguments(True, change(mxfp8(torch.randn(3, 64))))
 
 
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda p: replace(p, values=p.values[:, :128].contiguous(), scales=p.scales[:, :4].contiguous()), r"values \[T, 256\]"),
+        (lambda p: replace(p, values=p.values.T.contiguous().T), "not contiguous; give contiguous values"),
+        (lambda p: replace(p, scales=p.scales.T.contiguous().T), r"not contiguous; give contiguous scales \[T, 8\]"),
+        (lambda p: replace(p, scales=p.scales.to("meta")), "on meta; give contiguous scales"),
+    ],
+    ids=["width", "values", "scales", "device"],
+)
+def test_a_payload_that_flashinfer_would_read_wrongly_is_refused(change, told):
+    spec, weights = case("cutlass_mxfp4_mxfp8")
+    op = prepared("cutlass_mxfp4_mxfp8", spec, weights)
+    routed = Routed(torch.zeros(3, 2, dtype=torch.int32), torch.ones(3, 2))
+    with pytest.raises(ShapeError, match=told):
+        op.apply(change(mxfp8(torch.randn(3, 256))), routed)
+
+
 def test_routing_is_packed_and_skipped_slots_weigh_nothing():
     ids = torch.tensor([[3, -1], [40000, 0]], dtype=torch.int32)
     packed = packed_routing(ids, torch.tensor([[0.5, 9.0], [-1.25, 3.0]]))

@@ -260,7 +260,7 @@ class FlashInferKVOp(KVOp):
         sinks: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """FlashInfer's launch and nothing else where the caller has planned."""
+        """FlashInfer's launch and nothing else where the caller has planned; with a value scale other than 1, one by FlashInfer for it."""
         self._refuse_sinks(sinks)
         if torch.compiler.is_compiling():
             found, _ = traced(self.number, q, pages, block_table, lengths, query_starts, scale, causal, False)

@@ -16,7 +16,7 @@ from hal_core.ops import QuantizedActivation
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["MXFP8", "mxfp8_arguments"]
+__all__ = ["MXFP8", "check_mxfp8", "mxfp8_arguments"]
 
 _GROUP = 32
 #: Over what one scale holds.
@@ -51,3 +51,18 @@ def mxfp8_arguments(flag: bool, x: Tensor | QuantizedActivation) -> dict[str, An
         found = f"{values.dtype} {list(values.shape)} with {scales.dtype} {list(scales.shape)} per {x.granularity}"
         raise ShapeError("MXFP8 activations", found, f"give float8_e4m3fn [T, H] with uint8 {list(wanted)} scales per {MXFP8}")
     return {"input": values, "input_sf": scales, "use_mxfp8_act_scaling": True, "swizzled_input_sf": False}
+
+
+def check_mxfp8(asked: str, x: Any, hidden: int, device: torch.device) -> QuantizedActivation:
+    """MXFP8 activations as FlashInfer reads them: rows of ``hidden`` codes and their scales one after another, on ``device``.
+
+    Raises:
+        ShapeError: others, of which FlashInfer would read past the end or in another order.
+    """
+    mxfp8_arguments(True, x)
+    assert isinstance(x, QuantizedActivation)  # else it was refused
+    for name, part, width in (("values", x.values, hidden), ("scales", x.scales, hidden // _GROUP)):
+        if part.dim() != 2 or part.shape[1] != width or part.device != device or not part.is_contiguous():
+            found = f"{name} {list(part.shape)} on {part.device}{'' if part.is_contiguous() else ', not contiguous'}"
+            raise ShapeError(f"{asked} input", found, f"give contiguous {name} [T, {width}] on {device}")
+    return x
