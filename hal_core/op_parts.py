@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -27,6 +27,7 @@ __all__ = [
     "FixedBuffers",
     "MatrixView",
     "Numbered",
+    "NumberedOp",
     "check_grouped",
     "check_out",
     "check_routing",
@@ -55,6 +56,20 @@ class Numbered(WeakValueDictionary[int, T]):
         number = next(self._numbers)
         self[number] = op
         return number
+
+
+class NumberedOp(nn.Module):
+    """An op that a compiled graph finds by its ``number`` among ``numbers``; a copy gets a number of its own."""
+
+    numbers: ClassVar[Numbered[Any]]
+    number: int
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.enrol()
+
+    def enrol(self) -> None:
+        self.number = self.numbers.enrol(self)
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import types
 from dataclasses import replace
@@ -251,6 +252,13 @@ def test_steps_of_plain_torch_are_taken_anew_by_every_call():
         x, routed = torch.randn(9, 256).bfloat16(), routing(9)
         wanted = ReferenceMoE().prepare(spec, weights).apply(x.float(), routed)
         assert error(op.apply(x, routed), wanted) < BY_NAME["w4a16"].error_bound("moe")
+
+
+def test_a_graph_finds_copies_by_numbers_of_their_own():
+    op = HummingExperts(*experts_case("int4:g128"), BY_NAME["w4a16"], TorchSteps())
+    other = copy.deepcopy(op)
+    assert other.number != op.number
+    assert [HummingExperts.numbers[each.number] for each in (op, other)] == [op, other]
 
 
 def test_quantized_activations_reach_both_products(emulator):

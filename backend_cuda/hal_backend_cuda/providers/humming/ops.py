@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from hal_backend_cuda.providers.humming.runtime import (
 from hal_backend_cuda.providers.inputs import on_cuda
 from hal_backend_cuda.providers.steps import Route
 from hal_core.dtypes import torch_dtype
-from hal_core.op_parts import Numbered, check_grouped, check_out, check_routing, check_rows
+from hal_core.op_parts import Numbered, NumberedOp, check_grouped, check_out, check_routing, check_rows
 from hal_core.ops import MoEExperts, QuantLinear
 from hal_core.triton.repeat import Repeats, buffers_of, room
 from hal_core.weight_checks import check_linear_weights, check_moe_weights, check_same_kind, kinds_of
@@ -98,10 +98,11 @@ class HummingLinear(_Repeating, QuantLinear):
         self.matrix.refill(self._tensors(weights))
 
 
-class _HummingBlock(_Repeating, MoEExperts):
+class _HummingBlock(_Repeating, NumberedOp, MoEExperts):
     """Gate and up as one matrix, down as another. Nothing waits for the device."""
 
     grouped: bool
+    numbers: ClassVar[Numbered[Any]] = Numbered()
 
     def __init__(self, spec: MoESpec, weights: MoEWeights, recipe: Recipe, steps: MoESteps | None = None) -> None:
         super().__init__()
@@ -116,7 +117,7 @@ class _HummingBlock(_Repeating, MoEExperts):
         self._compile()
         self.device, self.repeats = self.first.locks.device, Repeats()
         self.steps = fastest_steps(self.device, spec.local) if steps is None else steps
-        self._enrol()
+        self.enrol()
 
     def _first(self, weights: MoEWeights) -> dict[str, Tensor]:
         if weights.gate is None:
@@ -147,14 +148,6 @@ class _HummingBlock(_Repeating, MoEExperts):
         if self.recipe.quant is None:
             return self.steps.activate(wide, activation, gated), None
         return self.steps.quantized(wide, activation, gated, functools.partial(quantize_rows, self.recipe))
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._enrol()
-
-    def _enrol(self) -> None:
-        """A number of its own, by which a compiled graph finds it; copies get others."""
-        self.number = _NUMBERED.enrol(self)
 
     def workspace_size(self, max_tokens: int) -> int:
         return 0
@@ -243,11 +236,8 @@ class HummingGroups(_HummingBlock):
         self._products(rows, self.steps.bounds(counts, y), 1, y)
 
 
-_NUMBERED: Numbered[Any] = Numbered()
-
-
 def _experts(x: Tensor, ids: Tensor, weights: Tensor, expert_map: Tensor | None, number: int, reduce: bool) -> Tensor:
-    op = _NUMBERED[number]
+    op = HummingExperts.numbers[number]
     y = x.new_empty(x.shape if reduce else (*ids.shape, x.shape[1]))
     if x.shape[0]:
         op.run(x, ids, weights, expert_map, y)
@@ -263,7 +253,7 @@ _EXPERTS = torch.library.custom_op(
 def _groups(x: Tensor, counts: Tensor, number: int) -> Tensor:
     y = torch.empty_like(x)
     if x.shape[0]:
-        _NUMBERED[number].run(x, counts, y)
+        HummingGroups.numbers[number].run(x, counts, y)
     return y
 
 
