@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from hal_backend_cuda.providers.flashinfer.mxfp8 import MXFP8, check_mxfp8, mxfp
 from hal_core.calls import bind
 from hal_core.check import device_flag
 from hal_core.kernel import MoEEpilogue, MoEKernel, ShapeLimit
-from hal_core.op_parts import FixedBuffers, Numbered, check_out, check_routing, check_rows
+from hal_core.op_parts import FixedBuffers, Numbered, NumberedOp, check_out, check_routing, check_rows
 from hal_core.ops import MoEExperts, QuantizedActivation, Routed
 from hal_core.packages import package_refusals
 from hal_core.refusal import Refusal
@@ -134,8 +134,10 @@ def _slots_apart(x: Tensor | QuantizedActivation, routing: Routed) -> tuple[Tens
     return x.repeat_interleave(times, 0), Routed(ids, weights)
 
 
-class FlashInferExperts(FixedBuffers, MoEExperts):
+class FlashInferExperts(FixedBuffers, NumberedOp, MoEExperts):
     """One call of FlashInfer over buffers that :meth:`update` refills in place."""
+
+    numbers: ClassVar[Numbered[Any]] = Numbered()
 
     def __init__(self, spec: MoESpec, weights: MoEWeights, entry: Entry, device: torch.device | None = None) -> None:
         super().__init__()
@@ -148,7 +150,7 @@ class FlashInferExperts(FixedBuffers, MoEExperts):
         self.repeats: Repeats | None = None
         for name, tensor in prepared_weights(entry, spec, weights).items():
             self.register_buffer(name, tensor.to(self.device))
-        self._enrol()
+        self.enrol()
 
     def arguments(self, x: Any, routing: Routed, out: Tensor) -> dict[str, Any]:
         """What the call is made with, by the names of the installed version's parameters."""
@@ -200,14 +202,6 @@ class FlashInferExperts(FixedBuffers, MoEExperts):
         self.repeats(tuple(ids.shape), (*given, *out), lambda: launch_merge(given, out, flag, count, self.spec.top_k, scaling))
         return Routed(*out)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._enrol()
-
-    def _enrol(self) -> None:
-        """A number of its own, by which a compiled graph finds it; copies get others."""
-        self.number = _NUMBERED.enrol(self)
-
     def update(self, weights: MoEWeights) -> None:
         check_moe_weights(self.spec, weights)
         check_same_kind(self.kinds, weights)
@@ -220,12 +214,9 @@ class FlashInferExperts(FixedBuffers, MoEExperts):
         return 0
 
 
-_NUMBERED: Numbered[FlashInferExperts] = Numbered()
-
-
 def _experts(x: Tensor, scales: Tensor | None, ids: Tensor, weights: Tensor, hidden: int, number: int) -> Tensor:
     rows, y = x if scales is None else QuantizedActivation(x, scales, MXFP8), _experts_fake(x, scales, ids, weights, hidden, number)
-    _NUMBERED[number].run(rows, Routed(ids, weights), y)
+    FlashInferExperts.numbers[number].run(rows, Routed(ids, weights), y)
     return y
 
 
