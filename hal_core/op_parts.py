@@ -171,10 +171,12 @@ def check_routing_form(asked: str, spec: MoESpec, x: Any, routing: Any, expert_m
     if not isinstance(routing, Routed) or not isinstance(x, torch.Tensor):
         found = f"{type(x).__name__} with {type(routing).__name__}"
         raise ShapeError(asked, found, "give a tensor and Routed(topk_ids, topk_weights)")
-    ids, weights, device, shape = routing.topk_ids, routing.topk_weights, x.device, x.shape
-    for name, given in vars(routing).items():
-        if not isinstance(given, torch.Tensor):
-            raise ShapeError(f"{asked} routing", f"{name} is a {type(given).__name__}", "give a tensor")
+    ids: Any = routing.topk_ids
+    weights: Any = routing.topk_weights
+    device, shape = x.device, x.shape
+    if not isinstance(ids, torch.Tensor) or not isinstance(weights, torch.Tensor):
+        found = f"topk_ids is a {type(ids).__name__}, topk_weights a {type(weights).__name__}"
+        raise ShapeError(f"{asked} routing", found, "give tensors")
     if len(shape) != 2 or not ids.shape == weights.shape == (shape[0], spec.top_k):
         found = f"x {list(shape)}, topk_ids {list(ids.shape)}, topk_weights {list(weights.shape)}"
         raise ShapeError(f"{asked} input", found, f"give x [T, {spec.hidden}], ids and weights [T, {spec.top_k}]")

@@ -110,7 +110,7 @@ class AiterKVOp(KVOp):
         if (tokens := block_table.shape[1] * self.spec.page_size) > _MOST_TOKENS:
             raise ShapeError("block_table", f"{tokens} tokens a row", f"AITER's attention takes {_MOST_TOKENS}: give a narrower table")
         lse = q.new_full(q.shape[:2], -math.inf, dtype=torch.float32)
-        result = torch.zeros_like(q) if out is None or not out.is_contiguous() else out
+        result = q.new_zeros(q.shape) if out is None or not out.is_contiguous() else out
         if len(q) and len(pages) and tokens:
             table, seen = self._rows(len(q), len(pages), block_table, lengths, query_starts, causal)
             step = max(1, _SCRATCH // (self.spec.num_heads * -(-tokens // _PART) * self.spec.head_dim))
