@@ -261,6 +261,20 @@ def test_a_graph_finds_copies_by_numbers_of_their_own():
     assert [HummingExperts.numbers[each.number] for each in (op, other)] == [op, other]
 
 
+def test_a_compiled_graph_has_experts_in_one_piece():
+    x, routed, counts = torch.randn(5, 256).bfloat16(), routing(5), torch.tensor([2, 0, 1, 0, 1, 1], dtype=torch.int32)
+    spec, weights = experts_case("int4:g128")
+    block = HummingExperts(spec, weights, BY_NAME["w4a16"])
+    groups = HummingGroups(replace(spec, routing="grouped"), weights, BY_NAME["w4a16"])
+
+    def both(x, ids, scores, counts):
+        return block.apply(x, Routed(ids, scores)), groups.apply(x, Grouped(counts))
+
+    given = (x, routed.topk_ids, routed.topk_weights, counts)
+    found = torch.compile(both, fullgraph=True, backend="eager")(*given)
+    assert all(torch.equal(one, two) for one, two in zip(found, both(*given), strict=True))
+
+
 def test_quantized_activations_reach_both_products(emulator):
     spec, weights = experts_case("int4:g128")
     op = HummingExperts(spec, weights, BY_NAME["w4a8_int8"])
