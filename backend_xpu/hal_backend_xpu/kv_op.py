@@ -170,13 +170,14 @@ class XpuKVOp(ReferenceKVOp):
             return result, lse
         k_statics, k_book, k_rotation = self._tensors("keys", pages.device)
         v_statics, v_book, v_rotation = self._tensors("values", pages.device)
-        query = q.float() if k_rotation is None else q.float() @ k_rotation.T
+        # held until the launch has finished, as everything that it reads
+        query = (q.float() if k_rotation is None else q.float() @ k_rotation.T).contiguous()
         sums = torch.empty(len(q), s.num_heads, s.v_dim, dtype=torch.float32, device=q.device)
         ints = [t.to(torch.int32).contiguous() for t in (block_table, lengths, query_starts)]
         owners = None if tail_ids is None else tail_ids.to(torch.int32).contiguous()
         kernel, lanes = here.kernel("kv.hpp", "kv_attend"), here.engine("int8").sub_group
         here.launch(kernel, (1, len(q), s.num_heads), (1, 1, _SHARES * lanes), (
-            query.contiguous(), pages, ints[0], block_table.shape[1], ints[1], ints[2], len(lengths), s.num_heads, s.num_kv_heads,
+            query, pages, ints[0], block_table.shape[1], ints[1], ints[2], len(lengths), s.num_heads, s.num_kv_heads,
             s.page_size, self.page_bytes, tails if self.tail_bytes else None, _FLOATS[s.dtype], owners,
             k_statics, k_book, *self._side("keys"), *self._places("keys"), int(s.keys.grouped),
             v_statics, v_book, *self._side("values"), *self._places("values"),
