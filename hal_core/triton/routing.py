@@ -10,24 +10,24 @@ import triton.language as tl
 from hal_core.triton.epilogue import activated, local_expert
 
 __all__ = [
-    "activate_rows", "count_slots", "direct_slots", "flag_slots", "gather_rows", "group_bounds", "scatter_slots", "slot_sum", "sort_slots",
-    "weighted_sum",
+    "activate_rows", "count_slots", "direct_slots", "flag_slots", "gather_rows", "group_bounds", "report", "scatter_slots", "slot_sum",
+    "sort_slots", "weighted_sum",
 ]  # fmt: skip
 
 
 @triton.jit
-def _flag(flag_ptr, index, ids, wrong, top_k):
+def report(flag_ptr, index, ids, wrong, top_k):
     """One 64-bit word says it all, so that several programs cannot mix their reports: slot + 1 above, the id below."""
-    report = ((index + 1).to(tl.int64) << 32) | (ids.to(tl.int64) & 0xFFFFFFFF)
+    word = ((index + 1).to(tl.int64) << 32) | (ids.to(tl.int64) & 0xFFFFFFFF)
     tl.store(flag_ptr + 1 + index * 0, top_k + index * 0, mask=wrong)
-    tl.store(flag_ptr + index * 0, report, mask=wrong)
+    tl.store(flag_ptr + index * 0, word, mask=wrong)
 
 
 @triton.jit
 def _experts_of(ids_ptr, map_ptr, flag_ptr, index, numel, num_experts, experts, top_k, HAS_MAP: tl.constexpr):
     ids = tl.load(ids_ptr + index, mask=index < numel, other=-1)
     local, wrong = local_expert(ids, map_ptr, num_experts, experts, HAS_MAP)
-    _flag(flag_ptr, index, ids, wrong, top_k)
+    report(flag_ptr, index, ids, wrong, top_k)
     return local
 
 
@@ -158,8 +158,7 @@ def group_bounds(
     ends = tl.cumsum(taken, 0)
     if tl.program_id(0) == 0:
         wrong = (count < 0) | ((ends > rows) & (ends - taken <= rows))
-        tl.store(flag_ptr + 1 + e * 0, -1 + e * 0, mask=wrong)
-        tl.store(flag_ptr + e * 0, ((e + 1).to(tl.int64) << 32) | (count & 0xFFFFFFFF), mask=wrong)
+        report(flag_ptr, e, count, wrong, -1)
         tl.store(bounds_ptr + 1 + e, tl.minimum(ends, rows).to(tl.int32), mask=e < experts)
         tl.store(bounds_ptr, 0)
     total = tl.max(ends, 0)
@@ -193,7 +192,7 @@ def slot_sum(
             local, wrong = local_expert(ids, map_ptr, num_experts, experts, HAS_MAP)
             width = tl.where(local >= 0, H, 0)
             if FLAG:
-                _flag(flag_ptr, slot.to(tl.int32), ids, wrong, TOP_K)
+                report(flag_ptr, slot.to(tl.int32), ids, wrong, TOP_K)
         for part in tl.static_range(PARTS):
             total += tl.load(y_ptr + part * part_stride + slot * H + h, mask=h < width, other=0.0).to(tl.float32)
     total *= scaling

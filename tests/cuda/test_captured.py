@@ -13,10 +13,11 @@ import torch
 
 pytest.importorskip("triton", reason="needs triton")
 
-from hal_core.triton import captured, relaunch, repeat
+from recorded_on_host import CPU, pretend_gpu
+
+from hal_core.triton import captured, relaunch
 from hal_core.triton.repeat import Repeats, called, room
 
-CPU = torch.device("cpu")
 SIDE, HERE, FUNCTION = 81, 7, 99
 
 
@@ -98,16 +99,11 @@ def compute(out, source, count, factor):
 @pytest.fixture
 def driver(monkeypatch):
     found = Driver()
-    active = types.SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda index: HERE)
-    monkeypatch.setattr(repeat, "driver", types.SimpleNamespace(active=active))
-    monkeypatch.setattr(repeat, "_recordable", lambda tensors: True)
-    monkeypatch.setattr(repeat, "_device", lambda index: CPU)
-    monkeypatch.setattr(repeat, "_shared", {})
+    pretend_gpu(monkeypatch, lambda index: HERE)
     monkeypatch.setattr(relaunch, "driver_library", lambda: found)
     monkeypatch.setattr(captured, "_stream", lambda device: types.SimpleNamespace(cuda_stream=SIDE))
     monkeypatch.setattr(captured, "_allocations", lambda device: library.allocations)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     library = Library(found)
     found.library = library
     return found

@@ -17,21 +17,16 @@ import torch
 
 pytest.importorskip("triton", reason="needs triton")
 
+from recorded_on_host import CPU, pretend_gpu
+
 from hal_core.triton import launch, relaunch, repeat
 from hal_core.triton.repeat import Repeats, called, launched, made, room
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
 def processor(monkeypatch):
     """As if the processor were the current GPU."""
-    active = types.SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda index: 7 + index)
-    monkeypatch.setattr(repeat, "driver", types.SimpleNamespace(active=active))
-    monkeypatch.setattr(repeat, "_recordable", lambda tensors: True)
-    monkeypatch.setattr(repeat, "_device", lambda index: CPU)
-    monkeypatch.setattr(repeat, "_shared", {})
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    pretend_gpu(monkeypatch, lambda index: 7 + index)
 
 
 class Kernel:

@@ -17,6 +17,7 @@ from hal_backend_cuda.providers.humming.layout import HummingLayout
 from hal_backend_cuda.providers.humming.ops import HummingExperts, HummingGroups, HummingLinear
 from hal_backend_cuda.providers.humming.recipes import RECIPES
 from hal_backend_cuda.providers.steps import TorchSteps
+from recorded_on_host import pretend_gpu
 
 from hal_core.errors import ShapeError, UnfitWeightsError
 from hal_core.kernel import LinearWeights, MoEWeights
@@ -26,7 +27,7 @@ from hal_core.reference.moe import ReferenceMoE
 from hal_core.schemes import WeightScheme
 from hal_core.spec import Activation, LinearSpec, MoESpec
 from hal_core.testing.data import random_weight
-from hal_core.triton import launch, relaunch, repeat
+from hal_core.triton import launch, relaunch
 
 BY_NAME = {recipe.name: recipe for recipe in RECIPES}
 CASES = [
@@ -213,12 +214,8 @@ def test_groups_given_wrongly_are_refused(routing, told, more):
 @pytest.fixture
 def recorded(monkeypatch):
     """Calls are recorded as on a GPU."""
-    active = types.SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda index: 0)
-    monkeypatch.setattr(repeat, "driver", types.SimpleNamespace(active=active))
-    monkeypatch.setattr(repeat, "_recordable", lambda tensors: True)
-    monkeypatch.setattr(repeat, "_device", lambda index: torch.device("cpu"))
+    pretend_gpu(monkeypatch, lambda index: 0)
     monkeypatch.setattr(relaunch, "driver_library", lambda: None)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
 @pytest.mark.usefixtures("recorded")

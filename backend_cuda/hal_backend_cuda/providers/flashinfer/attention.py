@@ -13,7 +13,7 @@ import torch
 
 from hal_backend_cuda.providers.flashinfer import DISTRIBUTION, INSTALL, VERSIONS
 from hal_backend_cuda.providers.flashinfer.attend_op import enrol, traced
-from hal_backend_cuda.providers.flashinfer.beside import check_slots, launch_natural_logs, launch_store, store_on_host
+from hal_backend_cuda.providers.flashinfer.beside import LaterRepeats, check_slots, launch_natural_logs, launch_store, store_on_host
 from hal_backend_cuda.providers.flashinfer.plans import Batch, Own, Plan, planned, shared_workspace
 from hal_core.dtypes import torch_dtype
 from hal_core.errors import HalError, ShapeError
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from hal_core.machine import Machine
     from hal_core.spec import KVCacheSpec
-    from hal_core.triton.repeat import Repeats
 
 __all__ = ["KERNELS", "FlashInferKV", "FlashInferKVOp"]
 
@@ -68,8 +67,7 @@ class FlashInferKVOp(KVOp):
         self.usual = spec.head_dim**-0.5
         #: The last pages seen and their views, while they live: making it again would cost as much as FlashInfer's checks.
         self.seen: tuple[weakref.ref[Tensor], Tensor, tuple[Tensor, Tensor]] | None = None
-        #: Made at the first append on a GPU: listing this kernel must not import Triton.
-        self.repeats: Repeats | None = None
+        self.repeats = LaterRepeats()
 
     def __deepcopy__(self, memo: object) -> FlashInferKVOp:
         """Another op of the same cache; plans are made anew."""
@@ -136,14 +134,7 @@ class FlashInferKVOp(KVOp):
         elif len(slots):
             k, v, slots = k.contiguous(), v.contiguous(), slots.contiguous()
             key = len(slots), len(pages), pages.device, *self._scales
-            self._repeats()(key, (k, v, slots, pages), lambda: launch_store(cache, (k, v), slots, self._scales))
-
-    def _repeats(self) -> Repeats:
-        if self.repeats is None:
-            from hal_core.triton.repeat import Repeats
-
-            self.repeats = Repeats()
-        return self.repeats
+            self.repeats(key, (k, v, slots, pages), lambda: launch_store(cache, (k, v), slots, self._scales))
 
     def plan(
         self,
@@ -237,11 +228,7 @@ class FlashInferKVOp(KVOp):
         sinks: Tensor | None = None,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        self._refuse_sinks(sinks)
-        if torch.compiler.is_compiling():
-            found, lse = traced(self.number, q, pages, block_table, lengths, query_starts, scale, causal, True)
-            return found if out is None else self._room(q, out).copy_(found), lse
-        result, lse = self.attend_now(q, pages, block_table, lengths, query_starts, scale, causal, True, out)
+        result, lse = self._attended(q, pages, (block_table, lengths, query_starts), scale, causal, sinks, out, True)
         assert lse is not None  # asked for
         return result, lse
 
@@ -261,11 +248,19 @@ class FlashInferKVOp(KVOp):
         out: Tensor | None = None,
     ) -> Tensor:
         """FlashInfer's launch and nothing else where the caller has planned; with a value scale other than 1, one by FlashInfer for it."""
-        self._refuse_sinks(sinks)
+        return self._attended(q, pages, (block_table, lengths, query_starts), scale, causal, sinks, out, False)[0]
+
+    def _attended(
+        self, q: Tensor, pages: Tensor, batch: tuple[Tensor, Tensor, Tensor], scale: float | None, causal: bool, sinks: Tensor | None,
+        out: Tensor | None, logs: bool,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """The result, and its logarithms where ``logs`` asks for them; in a compiled graph one op."""
+        if sinks is not None:
+            raise ShapeError("sinks", "given", "the spec says sinks=False")
         if torch.compiler.is_compiling():
-            found, _ = traced(self.number, q, pages, block_table, lengths, query_starts, scale, causal, False)
-            return found if out is None else self._room(q, out).copy_(found)
-        return self.attend_now(q, pages, block_table, lengths, query_starts, scale, causal, False, out)[0]
+            found, lse = traced(self.number, q, pages, *batch, scale, causal, logs)
+            return found if out is None else self._room(q, out).copy_(found), lse
+        return self.attend_now(q, pages, *batch, scale, causal, logs, out)
 
     def attend_now(
         self,
@@ -312,11 +307,6 @@ class FlashInferKVOp(KVOp):
         if elements == 1 and not (tokens * q.itemsize % _STEP or heads * q.itemsize % _STEP or q.data_ptr() % _STEP):
             return q
         return q.clone(memory_format=torch.contiguous_format)
-
-    @staticmethod
-    def _refuse_sinks(sinks: Tensor | None) -> None:
-        if sinks is not None:
-            raise ShapeError("sinks", "given", "the spec says sinks=False")
 
     def _checked(self, q: Tensor, pages: Tensor) -> tuple[Tensor, Tensor]:
         if q.dim() != 3 or q.shape[1:] != self.row or q.dtype != self.dtype or q.device != pages.device:

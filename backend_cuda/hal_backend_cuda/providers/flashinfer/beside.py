@@ -6,21 +6,39 @@ Pages are ``[num_pages, 2, page_size, kv heads, head_dim]`` here.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hal_core.errors import ShapeError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable
+
     from torch import Tensor
 
-__all__ = ["check_slots", "launch_merge", "launch_natural_logs", "launch_store", "merge_on_host", "store_on_host"]
+    from hal_core.triton.repeat import Repeats
+
+__all__ = ["LaterRepeats", "check_slots", "launch_merge", "launch_natural_logs", "launch_store", "merge_on_host", "store_on_host"]
 
 _LARGEST = 448.0
 #: The slots that were last found right, held weakly.
 _SEEN: dict[str, tuple[int, int, int, int | None]] = {}
 _SEEN_SLOTS: weakref.WeakValueDictionary[str, Tensor] = weakref.WeakValueDictionary()
+
+
+class LaterRepeats:
+    """Recorded calls, made at the first call on a GPU: listing and preparing these kernels must not need Triton."""
+
+    def __init__(self) -> None:
+        self.made: Repeats | None = None
+
+    def __call__(self, key: Hashable, tensors: tuple[Tensor | None, ...], call: Callable[[], Any]) -> None:
+        if self.made is None:
+            from hal_core.triton.repeat import Repeats
+
+            self.made = Repeats()
+        self.made(key, tensors, call)
 
 
 def check_slots(slots: Tensor, count: int) -> None:

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from hal_core.triton.routing import _flag as report_slots
+from hal_core.triton.routing import report
 
 __all__ = ["append_tokens", "merge_slots", "natural_logs"]
 
@@ -50,7 +50,7 @@ def merge_slots(
     for j in range(SLOTS):
         ids = tl.load(ids_ptr + token * SLOTS + j, mask=inside, other=-1)
         kept = (ids >= 0) & (ids < num_experts)
-        report_slots(flag_ptr, token * SLOTS + j, ids, (ids != -1) & (kept == 0), top_k)
+        report(flag_ptr, token * SLOTS + j, ids, (ids != -1) & (kept == 0), top_k)
         total = tl.zeros((P,), tl.float32)
         for i in range(SLOTS):
             same = tl.load(ids_ptr + token * SLOTS + i, mask=inside, other=-1) == ids

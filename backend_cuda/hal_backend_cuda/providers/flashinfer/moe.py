@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hal_backend_cuda.providers.flashinfer import DISTRIBUTION, INSTALL
-from hal_backend_cuda.providers.flashinfer.beside import launch_merge, merge_on_host
+from hal_backend_cuda.providers.flashinfer.beside import LaterRepeats, launch_merge, merge_on_host
 from hal_backend_cuda.providers.flashinfer.moe_entries import ENTRIES, QUANTIZERS, Entry
 from hal_backend_cuda.providers.flashinfer.moe_layouts import up
 from hal_backend_cuda.providers.flashinfer.moe_weights import STEP, prepared_weights
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from hal_core.kernel import MoEWeights
     from hal_core.machine import Machine
     from hal_core.spec import MoESpec
-    from hal_core.triton.repeat import Repeats
 
 __all__ = ["KERNELS", "FlashInferExperts", "MoEFlashInfer", "packed_routing"]
 
@@ -146,8 +145,7 @@ class FlashInferExperts(FixedBuffers, NumberedOp, MoEExperts):
         self.bound = bind(entry.call)
         self.device = device or torch.device("cuda", torch.cuda.current_device())
         device_flag(self.device)  # now, so that no captured graph makes it
-        #: Made at the first call on a GPU: preparing must not need Triton.
-        self.repeats: Repeats | None = None
+        self.repeats = LaterRepeats()
         for name, tensor in prepared_weights(entry, spec, weights).items():
             self.register_buffer(name, tensor.to(self.device))
         self.enrol()
@@ -194,10 +192,6 @@ class FlashInferExperts(FixedBuffers, NumberedOp, MoEExperts):
         ids, weights, count, scaling = routing.topk_ids, routing.topk_weights, self.spec.num_experts, self.spec.routed_scaling
         if not ids.is_cuda:
             return Routed(*merge_on_host(ids, weights, count, scaling))
-        if self.repeats is None:
-            from hal_core.triton.repeat import Repeats
-
-            self.repeats = Repeats()
         given, out, flag = (ids, weights), (torch.empty_like(ids), torch.empty_like(weights)), device_flag(ids.device)
         self.repeats(tuple(ids.shape), (*given, *out), lambda: launch_merge(given, out, flag, count, self.spec.top_k, scaling))
         return Routed(*out)

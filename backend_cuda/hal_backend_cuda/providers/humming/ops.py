@@ -142,6 +142,15 @@ class _HummingBlock(_Repeating, NumberedOp, MoEExperts):
         self._modules["first"].launch(codes, scales, wide, order, top_k=top_k)
         self._modules["second"].launch(*self._activated(wide), out, order)
 
+    def _stepped(self, key: Hashable, tensors: tuple[Tensor | None, ...], call: Callable[[], None]) -> None:
+        """The call, or its launches again where every step tells of them."""
+        if self.steps.told:
+            self.repeated(key, tensors, call)
+            return
+        assert tensors[0] is not None  # rows
+        with torch.cuda.device_of(tensors[0]):
+            call()
+
     def _activated(self, wide: Tensor) -> tuple[Tensor, Tensor | None]:
         """What the second product takes."""
         activation, gated = self.spec.activation, self.spec.gate is not None
@@ -187,12 +196,8 @@ class HummingExperts(_HummingBlock):
 
     def run(self, rows: Tensor, ids: Tensor, weights: Tensor, expert_map: Tensor | None, y: Tensor) -> None:
         """``rows [T, H]``, checked, to ``y [T, H]``, or to ``[T, k, H]`` unreduced."""
-        if not self.steps.told:
-            with torch.cuda.device_of(rows):
-                self._launched(rows, ids, weights, expert_map, y)
-            return
         key = rows.shape[0], y.dim(), expert_map is None or expert_map.dtype
-        self.repeated(key, (rows, ids, weights, expert_map, y), lambda: self._launched(rows, ids, weights, expert_map, y))
+        self._stepped(key, (rows, ids, weights, expert_map, y), lambda: self._launched(rows, ids, weights, expert_map, y))
 
     def _launched(self, rows: Tensor, ids: Tensor, weights: Tensor, expert_map: Tensor | None, y: Tensor) -> None:
         spec, steps, count = self.spec, self.steps, ids.numel()
@@ -226,11 +231,7 @@ class HummingGroups(_HummingBlock):
 
     def run(self, rows: Tensor, counts: Tensor, y: Tensor) -> None:
         """``rows [R, H]``, checked, to ``y [R, H]``; rows past all groups to zeros."""
-        if not self.steps.told:
-            with torch.cuda.device_of(rows):
-                self._launched(rows, counts, y)
-            return
-        self.repeated((rows.shape[0], counts.dtype), (rows, counts, y), lambda: self._launched(rows, counts, y))
+        self._stepped((rows.shape[0], counts.dtype), (rows, counts, y), lambda: self._launched(rows, counts, y))
 
     def _launched(self, rows: Tensor, counts: Tensor, y: Tensor) -> None:
         self._products(rows, self.steps.bounds(counts, y), 1, y)
